@@ -405,3 +405,16 @@ def test_an_error_of_the_device_ends_one_text_and_the_others_begin_again(monkeyp
     assert texts[2].finish_reason == "error"
     assert texts[2].last.error is error
     assert texts[2].tokens == want[2][: len(texts[2].tokens)]
+
+
+def test_a_text_of_embeddings_does_not_begin_again_by_its_tokens(monkeypatch):
+    model, error = model_of("qwen3_5"), RuntimeError(f"[METAL] {FAILED_PASS}")
+    with closing(BatchGenerator(model, max_tokens=12, num_draft_tokens=2, **AT_ONCE)) as generator:
+        generator.insert([[3, 1, 4], [5, 9]], input_embeddings=[model.model.embed_tokens(mx.array([7, 8, 7])), None])
+        texts = run(generator, n_steps=4)
+        with monkeypatch.context() as m:
+            m.setattr(Decoder, "verify", Mock(side_effect=error))
+            run(generator, texts, n_steps=1)
+        run(generator, texts)
+    assert [text.last.error for text in texts.values()] == [error, error]
+    assert texts[0].tokens == plain([7, 8, 7], model, max_tokens=12)[: len(texts[0].tokens)] != []

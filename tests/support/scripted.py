@@ -66,7 +66,7 @@ class Scripted:
     def _ends(self, caches: list[Any], T: int = 0) -> list[tuple[int, int]]:
         """(uid, number of tokens) of each row of the caches, with the T tokens of their last pass."""
         ends = next((c.ends for c in caches if hasattr(c, "ends")), None)
-        uids = [0] if self.decoder is None else [s.uid for s in self.decoder.sequences]
+        uids = [0] if self.decoder is None else [s.task.uid for s in self.decoder.sequences]
         if ends is not None:
             return list(zip(uids, (n + T for n in ends.lengths)))
         return [((uids or [-1])[0], n_tokens(caches))]  # of a prompt that is being read nothing is asked

@@ -17,7 +17,7 @@ from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import DecoderState
 from ..decoding.prefill import check_embeddings, prefill_chunk, prefill_part
-from ..decoding.sequence import Sequence
+from ..decoding.sequence import Task, TextSequence
 from ..decoding.window import Token
 from ..distributed import synchronize
 from ..drafts.options import TextOptions
@@ -106,20 +106,20 @@ def mtp_generate_step(
             options = replace(options, sampler=exchange.agree(ids, cache.n_tokens, options.sampler))
     tokens = ids or [0] * len(input_embeddings)  # type: ignore[arg-type]
     ends = [0, *sorted(cut for cut in prompt_cuts if 0 < cut < len(tokens)), len(tokens)]
-    sequence = Sequence(
+    sequence = TextSequence(
+        Task(options, kv, has_tokens=len(ids) > 0),
         cache,
-        options,
-        kv,
         [tokens[start:end] for start, end in pairwise(ends)],
         counts or DraftCounts(),
         token_ids([*all_tokens], model, "all_tokens"),
         input_embeddings,
-        has_tokens=len(ids) > 0,
     )
     yield from _generate(scheduler, sequence, prompt_progress_callback or (lambda *_: None))
 
 
-def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], Any]) -> Generator[Token, None, None]:
+def _generate(
+    scheduler: Scheduler, s: TextSequence, progress: Callable[[int, int], Any]
+) -> Generator[Token, None, None]:
     """Prefill a prompt and generate its tokens, alone in the scheduler."""
     n_yielded, before, decoder = 0, None, scheduler.decoder
     scheduler.prompts.append(s)
@@ -128,11 +128,11 @@ def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], 
         while not s.is_prefilled:
             for r in scheduler.prefill():
                 progress(*r.progress)
-        if s.max_tokens == 0:
+        if s.task.max_tokens == 0:
             with mx.stream(scheduler.stream):
                 prefill_part(scheduler.model, s, 1)
             progress(s.n_prompt, s.n_prompt)
-        while s.max_tokens != 0 and s.end is None:
+        while s.task.max_tokens != 0 and s.end is None:
             before = decoder.state if decoder.sequences else None
             tokens = [token for _, own in scheduler.step()[1] for token in own]
             if isinstance(s.end, Exception):  # of its sampler or a processor
@@ -151,7 +151,7 @@ def _generate(scheduler: Scheduler, s: Sequence, progress: Callable[[int, int], 
             raise
 
 
-def finalize(scheduler: Scheduler, s: Sequence, before: DecoderState | None, n_yielded: int) -> None:
+def finalize(scheduler: Scheduler, s: TextSequence, before: DecoderState | None, n_yielded: int) -> None:
     """End a generation, also after an error or an interrupt: its prompt cache holds exactly the prompt and the tokens yielded.
 
     ``before`` is the state before the latest step, if its tokens were not all yielded.

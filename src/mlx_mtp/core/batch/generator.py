@@ -2,7 +2,8 @@
 
 import copy
 import weakref
-from collections import abc, deque
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -22,7 +23,7 @@ from ..caches.rows import KVOptions
 from ..decoding.counts import DraftCounts
 from ..decoding.decoder import Decoder
 from ..decoding.prefill import check_embeddings
-from ..decoding.sequence import PendingEmbeddings, Sequence
+from ..decoding.sequence import PendingEmbeddings, Task, TextSequence
 from ..decoding.window import Stepped
 from ..drafts.options import TextOptions
 from ..layers.mtp import has_head
@@ -82,7 +83,7 @@ class BatchGenerator(Scheduler):
         model: nn.Module,
         *,
         options: TextOptions | None = None,
-        stop_tokens: abc.Sequence[abc.Sequence[int]] | None = None,
+        stop_tokens: Sequence[Sequence[int]] | None = None,
         completion_batch_size: int = 32,
         prefill_step_size: int = 2048,
         max_token_gap: float = MAX_TOKEN_GAP,
@@ -139,24 +140,24 @@ class BatchGenerator(Scheduler):
 
     # Sequences join and leave
 
-    def insert(self, prompts: abc.Iterable[TokenIds] | TokenIds, **kwargs: Any) -> list[int]:
+    def insert(self, prompts: Iterable[TokenIds] | TokenIds, **kwargs: Any) -> list[int]:
         """Add sequences as ``insert_segments`` does, with each prompt as one segment."""
         return self.insert_segments([[prompt] for prompt in each_prompt(prompts)], **kwargs)
 
     def insert_segments(
         self,
-        segments: abc.Iterable[abc.Iterable[TokenIds]],
+        segments: Iterable[Iterable[TokenIds]],
         max_tokens: list[int] | None = None,
-        caches: abc.Sequence[list[Any] | PromptCache | None] | None = None,
+        caches: Sequence[list[Any] | PromptCache | None] | None = None,
         all_tokens: list[list[int]] | None = None,
-        samplers: abc.Sequence[Sampler | None] | None = None,
-        logits_processors: abc.Sequence[abc.Sequence[LogitsProcessor] | None] | None = None,
+        samplers: Sequence[Sampler | None] | None = None,
+        logits_processors: Sequence[Sequence[LogitsProcessor] | None] | None = None,
         stop_sequences: list[StopSequences] | None = None,
-        options: abc.Sequence[TextOptions] | None = None,
+        options: Sequence[TextOptions] | None = None,
         counts: list[DraftCounts] | None = None,
-        input_embeddings: abc.Sequence[mx.array | PendingEmbeddings | None] | None = None,
-        images: abc.Sequence[abc.Sequence[ImageSpan]] | None = None,
-        **keywords: abc.Sequence[Any] | None,
+        input_embeddings: Sequence[mx.array | PendingEmbeddings | None] | None = None,
+        images: Sequence[Sequence[ImageSpan]] | None = None,
+        **keywords: Sequence[Any] | None,
     ) -> list[int]:
         """
         Add sequences, which start with the next step. Each option has one entry per sequence, as in mlx-lm.
@@ -197,21 +198,21 @@ class BatchGenerator(Scheduler):
         ]
         self._uid_count += len(new)
         self.prompts.extend(new)
-        return [s.uid for s in new]
+        return [s.task.uid for s in new]
 
     def _make_sequence(
         self,
         i: int,
-        segments: abc.Iterable[TokenIds],
+        segments: Iterable[TokenIds],
         *,
         caches: list[Any] | PromptCache | None = None,
-        all_tokens: abc.Sequence[int] = (),
+        all_tokens: Sequence[int] = (),
         counts: DraftCounts | None = None,
         input_embeddings: mx.array | PendingEmbeddings | None = None,
-        images: abc.Sequence[ImageSpan] = (),
+        images: Sequence[ImageSpan] = (),
         options: TextOptions | None = None,
         **keywords: Any,
-    ) -> Sequence:
+    ) -> TextSequence:
         """Make the sequence of a call's prompt i, with its entries of the arguments of ``insert_segments``."""
         if "samplers" in keywords:
             keywords["sampler"] = keywords.pop("samplers")
@@ -238,30 +239,28 @@ class BatchGenerator(Scheduler):
                     f"kv_bits={c.bits} and kv_group_size={c.group_size} to the batch."
                 )
         place_images(model, cache, images, input_embeddings is not None)
-        embeddings = input_embeddings if isinstance(input_embeddings, mx.array) else None
-        pending = None if isinstance(input_embeddings, mx.array) else input_embeddings
-        uid, counts = self._uid_count + i, counts or DraftCounts()
-        return Sequence(cache, options, kv, parts, counts, known, embeddings, pending, uid)
+        task = Task(options, kv, self._uid_count + i)
+        return TextSequence(task, cache, parts, counts or DraftCounts(), known, input_embeddings)
 
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
-            caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
-            running = [s for s in self.decoder.sequences if s.uid in uids and s.end is None]
-            caches |= {s.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
+            caches = {s.task.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.task.uid in uids}
+            running = [s for s in self.decoder.sequences if s.task.uid in uids and s.end is None]
+            caches |= {s.task.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
             # Copies: the sequences go on, and one that waits or runs alone shares its arrays with its cache.
             return copy.deepcopy(caches)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
-        caches = {s.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.uid in uids}
+        caches = {s.task.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.task.uid in uids}
         with mx.stream(self.stream):
             for s in self.decoder.sequences:
-                if s.uid in uids and s.end is None:
+                if s.task.uid in uids and s.end is None:
                     s.end = "removed"
                     if return_prompt_caches:
-                        caches[s.uid] = cache_at_end(self.decoder, s), s.tokens
-        self.prompts = deque(s for s in self.prompts if s.uid not in uids)
+                        caches[s.task.uid] = cache_at_end(self.decoder, s), s.tokens
+        self.prompts = deque(s for s in self.prompts if s.task.uid not in uids)
         self.drop_ended()
         return caches if return_prompt_caches else {}
 
@@ -279,19 +278,19 @@ class BatchGenerator(Scheduler):
         if any(advice(r.error) is not None for r in responses):
             self._begin_again(self._running())
         self.drop_ended()
-        finished, prefilled = [PromptResponse(s.uid, (s.n_prompt,) * 2, True, True) for s in joined], []
+        finished, prefilled = [PromptResponse(s.task.uid, (s.n_prompt,) * 2, True, True) for s in joined], []
         try:
             prefilled = self.prefill()
         except RuntimeError as e:
             responses += responses_of(self._end_failed(e, self._running(), self.at_work), None)
         return finished + prefilled, responses
 
-    def _running(self) -> dict[Sequence, int]:
+    def _running(self) -> dict[TextSequence, int]:
         """The sequences that generate, and the number of tokens of each that were returned."""
         return {s: s.n_observed for s in self.decoder.sequences if s.end is None}
 
     def _end_failed(
-        self, error: RuntimeError, known: abc.Mapping[Sequence, int], failed: Sequence | None = None
+        self, error: RuntimeError, known: Mapping[TextSequence, int], failed: TextSequence | None = None
     ) -> list[Stepped]:
         """After an error of the device, end a sequence: that whose chunk has failed, or of a step the newest.
 
@@ -301,29 +300,21 @@ class BatchGenerator(Scheduler):
             raise error
         running = {s: known[s] for s in self.decoder.sequences if s in known}
         failed = failed or next(reversed(running), None) or self.prompts[0]
-        unknown = [s for s in running if not s.has_tokens or s.images or s.cached_text or s.text_start != 0]
-        ended = [failed, *(s for s in unknown if s is not failed)]
+        ended = [failed, *(s for s in running if s is not failed and not s.can_begin_again)]
         for s in ended:
             s.end = error
         self.prompts = deque(s for s in self.prompts if s not in ended)
         self._begin_again({s: n for s, n in running.items() if s not in ended})
         return [(s, []) for s in ended]
 
-    def _begin_again(self, running: dict[Sequence, int]) -> None:
+    def _begin_again(self, running: dict[TextSequence, int]) -> None:
         """Empty all rows, and let these sequences wait again, in front, each with its prompt and its first n tokens."""
         with mx.stream(self.stream):
             self.decoder.clear()
         self.planner.clear()
         model: Any = self.model
         for s, n in running.items():
-            tokens = s.tokens[: len(s.tokens) - s.n_observed + n]
-            s.cache, s.tokens, s.end = open_prompt_cache(model, None), [], None
-            s.segments, s.n_prefilled, s.n_prompt = [tokens[:-1], tokens[-1:]], 0, len(tokens)
-            s.n_generated = s.n_observed = n
-            if s.options.stop_sequences is not None:
-                s.stop = s.options.stop_sequences.matcher()
-                for token in tokens[len(tokens) - n :]:
-                    s.stop.advance(token)
+            s.begin_again(open_prompt_cache(model, None), n)
         self.prompts.extendleft(reversed(running))
 
     def next_generated(self) -> list[Response]:
@@ -350,11 +341,11 @@ def check_count(name: str, value: Any) -> int:
     return int(value)
 
 
-def entries_of(lists: abc.Mapping[str, Any], n: int) -> list[dict[str, Any]]:
+def entries_of(lists: Mapping[str, Any], n: int) -> list[dict[str, Any]]:
     """The entries of each of n prompts, by name, without lists that are ``None``."""
     given = {name: values for name, values in lists.items() if values is not None}
     for name, values in given.items():
-        is_list = isinstance(values, abc.Sequence) and not isinstance(values, str)
+        is_list = isinstance(values, Sequence) and not isinstance(values, str)
         if not is_list or len(values) != n:
             got = len(values) if is_list else values
             raise MTPError(f"{name} must have an entry for each prompt: {n}, not {got}.")
@@ -369,12 +360,12 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
     responses = []
     for s, tokens in stepped:
         for token, logprobs, from_draft in tokens:
-            responses.append(Response(s.uid, token, logprobs, None, None, None, from_draft, s.counts))
+            responses.append(Response(s.task.uid, token, logprobs, None, None, None, from_draft, s.drafting.counts))
         if s.end is None:
             continue
         if not tokens:  # its sampler, a processor or a pass has failed
             last_token = s.tokens[-1] if s.tokens else 0
-            responses.append(Response(s.uid, last_token, None, None, None, None, False, s.counts, s.end))
+            responses.append(Response(s.task.uid, last_token, None, None, None, None, False, s.drafting.counts, s.end))
         last = responses[-1]
         last.finish_reason, last.all_tokens = "error" if isinstance(s.end, Exception) else s.end, s.tokens
         # Nothing of a failed pass is kept.
@@ -383,7 +374,7 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
     return responses
 
 
-def cache_at_end(decoder: Decoder, s: Sequence) -> list[Any]:
+def cache_at_end(decoder: Decoder, s: TextSequence) -> list[Any]:
     """The prompt cache of a sequence that generates, with all of its tokens."""
     entries: list[Any] = [None] * len(decoder.model.layers) + make_head_cache(decoder.model)
     cache = PromptCache(entries, len(decoder.model.layers))

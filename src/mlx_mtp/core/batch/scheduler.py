@@ -22,7 +22,7 @@ from ..decoding.decoder import Decoder
 from ..decoding.loop import step
 from ..decoding.planner import Planner
 from ..decoding.prefill import ends_with_token, prefill_part
-from ..decoding.sequence import Sequence
+from ..decoding.sequence import TextSequence
 from ..decoding.window import Stepped
 from ..distributed import Ranks, synchronize
 from ..layers.passes import on_metal
@@ -134,10 +134,10 @@ class Scheduler:
     ):
         self.model, self.prefill_budget, self.stream = model, prefill_budget, stream
         self.completion_batch_size, self.keeps_ended = completion_batch_size, keeps_ended
-        self.prompts: deque[Sequence] = deque()  # that wait
+        self.prompts: deque[TextSequence] = deque()  # that wait
         self.planner = Planner(model, depth)
         self.decoder = Decoder(model, kv, self.planner.exchange)
-        self.at_work: Sequence | None = None  # the prompt whose chunk is being prefilled
+        self.at_work: TextSequence | None = None  # the prompt whose chunk is being prefilled
         self._counters = BatchCounters()
 
     def close(self) -> None:
@@ -166,11 +166,11 @@ class Scheduler:
         """The number of sequences that could generate in addition to the running ones."""
         return self.completion_batch_size - sum(s.end is None for s in self.decoder.sequences)
 
-    def _waiting(self, is_prefilled: bool) -> list[Sequence]:
+    def _waiting(self, is_prefilled: bool) -> list[TextSequence]:
         """Those whose prompts are prefilled except for the last token, or not, of the waiting sequences that can generate."""
         return [s for s in islice(self.prompts, self._n_free) if s.is_prefilled is is_prefilled]
 
-    def step(self) -> tuple[list[Sequence], list[Stepped]]:
+    def step(self) -> tuple[list[TextSequence], list[Stepped]]:
         """Make a step of the sequences that generate -> those that joined before it, and the tokens of each."""
         start, decoder, ready = time.perf_counter(), self.decoder, self._waiting(is_prefilled=True)
         running = [s for s in decoder.sequences if s.end is None]
@@ -178,7 +178,11 @@ class Scheduler:
         def move() -> None:
             # Without ``keeps_ended``, a sequence leaves as soon as its last token is committed.
             decoder.filter(
-                [s for s in running if self.keeps_ended or (s.end is None and not 0 <= s.max_tokens <= s.n_generated)]
+                [
+                    s
+                    for s in running
+                    if self.keeps_ended or (s.end is None and not 0 <= s.task.max_tokens <= s.n_generated)
+                ]
             )
             if ready:
                 decoder.join(ready)
@@ -217,12 +221,12 @@ class Scheduler:
                 if s.pending.advance(seconds):
                     s.embeddings, s.pending = s.pending.array, None
                 budget.record(time.perf_counter() - start)
-                responses = [PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), False, False)]
+                responses = [PromptResponse(s.task.uid, (s.n_prefilled, s.n_prompt), False, False)]
         if responses:
             self.planner.is_interrupted = True
         return responses
 
-    def _prefill(self, waiting: list[Sequence], is_running: bool) -> list[PromptResponse]:
+    def _prefill(self, waiting: list[TextSequence], is_running: bool) -> list[PromptResponse]:
         responses, n_cached = list[PromptResponse](), waiting[0].cache.n_tokens
         n = n_left = self.prefill_budget.next(n_cached, is_running)
         start = time.perf_counter()  # once all ranks know the number
@@ -232,7 +236,7 @@ class Scheduler:
                 prefill_part(self.model, s, n_left)
                 n_left -= s.n_prefilled - n_before
                 ends_segment = len(s.segments) < n_segments
-                responses.append(PromptResponse(s.uid, (s.n_prefilled, s.n_prompt), ends_segment, False))
+                responses.append(PromptResponse(s.task.uid, (s.n_prefilled, s.n_prompt), ends_segment, False))
         if responses:
             seconds = time.perf_counter() - start
             self.prefill_budget.record_chunk(n - n_left, n_cached, seconds)

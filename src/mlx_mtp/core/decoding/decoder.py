@@ -19,7 +19,7 @@ from ..sampling.acceptance import n_leading
 from .exchange import Exchange
 from .head import HeadDrafter, HeadState, columns_of
 from .prefill import prefill_part
-from .sequence import Sequence
+from .sequence import TextSequence
 from .window import NO_NUMBER, Choice, Drafts, Step, Stepped, Window, WindowPlan, choose, with_rows
 
 CLEAR_EVERY = 256  # tokens of a sequence, as mlx-lm
@@ -49,7 +49,7 @@ class Decoder:
         self._reset()
 
     def _reset(self) -> None:
-        self.sequences: list[Sequence] = []
+        self.sequences: list[TextSequence] = []
         self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
         self.drafter = HeadDrafter(self.model, self.compiler)
         self.tokens = mx.zeros((0, 1), mx.uint32)
@@ -106,7 +106,7 @@ class Decoder:
         self.n_since_clear += max(counts)
         self.kept = counts
 
-    def begin(self, s: Sequence) -> list[Stepped]:
+    def begin(self, s: TextSequence) -> list[Stepped]:
         """Choose the first token by a pass over the prompt's last position, before the sequence joins."""
         logits, hidden = prefill_part(self.model, s, 1)
         if self.exchange is not None:
@@ -132,7 +132,7 @@ class Decoder:
             if own.skips_head:
                 made[b] = own
                 # Any token may be drafted, but only those that the model has can be read.
-                drafts = s.free_sources[own.source].propose(own.k, s.n_unobserved).astype(mx.uint32)
+                drafts = s.drafting.free[own.source].propose(own.k, s.n_unobserved).astype(mx.uint32)
                 drafts = mx.minimum(drafts, self.model.vocab_size - 1)
                 if (n_more := own.k - tokens.shape[1]) > 0:
                     tokens = mx.pad(tokens, [(0, 0), (0, n_more)])
@@ -166,7 +166,7 @@ class Decoder:
 
     # Join and leave
 
-    def join(self, sequences: list[Sequence]) -> None:
+    def join(self, sequences: list[TextSequence]) -> None:
         self.roll_back()
         self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
@@ -182,7 +182,7 @@ class Decoder:
             s.start()
             self.drafter.observe(s.text)
 
-    def filter(self, sequences: list[Sequence]) -> None:
+    def filter(self, sequences: list[TextSequence]) -> None:
         keep = [b for b, s in enumerate(self.sequences) if s in sequences]
         if len(keep) == len(self):
             return
@@ -196,7 +196,7 @@ class Decoder:
         self.sequences = [self.sequences[b] for b in keep]
         self.drafter.forget(token for s in self.sequences for token in s.text)
 
-    def extract(self, sequence: Sequence, cache: PromptCache, n: int) -> int:
+    def extract(self, sequence: TextSequence, cache: PromptCache, n: int) -> int:
         """Put up to n tokens of a sequence into a prompt cache -> their number. The last one may be the first of the window in
         flight, which the target model has chosen.
         """
@@ -234,8 +234,8 @@ def draft_limits(decoder: Decoder) -> list[int]:
         is_first = len(decoder) == 1 and s.n_generated == 0
         has_input = not decoder.drafter.has_head or decoder.drafter.state.counts[b] > 0
         k = most if s.end is None and has_input and not is_first else 0
-        if s.max_tokens >= 0:
-            k = max(min(k, s.max_tokens - s.n_generated - 1), 0)
+        if s.task.max_tokens >= 0:
+            k = max(min(k, s.task.max_tokens - s.n_generated - 1), 0)
         if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # after a token, never within a window
             k = min(k, s.kv.quantized_kv_start - n - 1)
         limits.append(k)

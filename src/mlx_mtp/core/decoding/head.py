@@ -23,7 +23,7 @@ from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
 from ..sampling.processors import restoring_random_state
-from .sequence import Sequence
+from .sequence import TextSequence
 from .window import NO_TOKENS, groups_of, normalized, of_members, with_rows
 
 MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
@@ -178,7 +178,7 @@ class HeadDrafter:
             self._append(self._inputs(*self.state.joined_inputs()))
         return self.cache.extract(b, n_inputs)
 
-    def propose(self, sequences: list[Sequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
+    def propose(self, sequences: list[TextSequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:
         """Draft up to a limit for each sequence -> drafts [B, k], the proposals of ``groups_of``, numbers of drafts [B].
 
         Fewer after an error of a sampler or processor, which ends a text only if a token comes there, or below ``draft_p_min``.
@@ -187,7 +187,7 @@ class HeadDrafter:
         groups = groups_of(sequences)
         proposals = [list[Any]() for _ in groups]
         counts = [*limits]
-        p_min = [s.options.draft_p_min or 0.0 for s in sequences]
+        p_min = [s.task.options.draft_p_min or 0.0 for s in sequences]
         drafts, likeliest = (
             list[mx.array](),
             list[mx.array](),
@@ -240,13 +240,13 @@ def columns_of(x: mx.array, columns: list[int]) -> mx.array:
 
 
 def _draft(
-    sequences: list[Sequence], members: list[int], logits: mx.array, before: list[mx.array]
+    sequences: list[TextSequence], members: list[int], logits: mx.array, before: list[mx.array]
 ) -> tuple[mx.array, Any, mx.array]:
     """Draft for a group, by logits [G, V] and earlier drafts -> drafts [G, 1], proposal, processed logits [G, V]"""
     first, *_ = members
     s = sequences[first]
-    if s.options.logits_processors:
+    if s.task.options.logits_processors:
         logits = s.process(logits, mx.concatenate([d[first] for d in before]) if before else NO_TOKENS)
-    texts = [Drafted(sequences[b].acceptance, sequences[b].n_generated + len(before)) for b in members]
-    drafts, proposal = s.acceptance.draft(texts, logits)
+    texts = [Drafted(sequences[b].drafting.acceptance, sequences[b].n_generated + len(before)) for b in members]
+    drafts, proposal = s.drafting.acceptance.draft(texts, logits)
     return drafts.astype(mx.uint32)[:, None], proposal, logits

@@ -12,7 +12,7 @@ from ..pacing.step_times import FREE, HEAD, PLAIN_PLAN, Plan
 from ..traces import n_traces
 from .decoder import Decoder, draft_limits
 from .exchange import Exchange
-from .sequence import Sequence
+from .sequence import TextSequence
 from .window import Drafts, Step, WindowPlan
 
 
@@ -26,7 +26,7 @@ class Submitted(NamedTuple):
 class End(NamedTuple):
     """The end of a step."""
 
-    sequences: list[Sequence]
+    sequences: list[TextSequence]
     time: float  # in seconds
     n_traces: int  # that the thread has made
 
@@ -65,10 +65,12 @@ class Planner:
 
     def next(self, decoder: Decoder) -> WindowPlan:
         sequences, n_tokens = decoder.sequences, max(decoder.cache.n_tokens)
-        offers = [(s, s.offers(limit)) for s, limit in zip(sequences, draft_limits(decoder))]
-        n_given = max((len(offer.get(HEAD, ())) for s, offer in offers if s.fixed(HEAD) is not None), default=0)
+        offers = [(s, s.drafting.offers(limit, s.n_unobserved)) for s, limit in zip(sequences, draft_limits(decoder))]
+        n_given = max(
+            (len(offer.get(HEAD, ())) for s, offer in offers if s.drafting.fixed(HEAD) is not None), default=0
+        )
         chosen = Plan(n_given)
-        is_chosen = any(s.fixed(name) is None for s, offer in offers for name in offer)
+        is_chosen = any(s.drafting.fixed(name) is None for s, offer in offers for name in offer)
         if is_chosen:
             running = [offer for s, offer in offers if s.end is None]
             chosen = self.depth.next(running, n_given, len(sequences), n_tokens)
@@ -96,11 +98,11 @@ class Planner:
         plan, n = window.plan, len(window.sequences)
         for s, own, n_accepted, count in zip(window.sequences, plan.of_each, step.n_accepted, step.counts):
             if s in before.sequences and not has_trace:
-                s.counts.n_timed += count
-                s.counts.seconds += seconds
+                s.drafting.counts.n_timed += count
+                s.drafting.counts.seconds += seconds
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
             if own.k > 0 and not own.skips_head:
-                s.rates.count_window(own.k, n_accepted)
+                s.drafting.rates.count_window(own.k, n_accepted)
         if not plan.is_chosen:
             self.is_interrupted = True
             return
@@ -139,11 +141,11 @@ def _is_clear(latest: Iterable[Submitted], is_plain: bool) -> bool:
     return len(plans) == 2 and windows[0].n_drafts > 0 and plans[0].whole.skips_head <= plans[1].whole.skips_head
 
 
-def _own_plan(s: Sequence, offer: Offer, chosen: Plan, is_alone: bool) -> Plan:
+def _own_plan(s: TextSequence, offer: Offer, chosen: Plan, is_alone: bool) -> Plan:
     """The plan of one sequence in a window, with the source that is expected to yield the most tokens."""
     best, max_tokens = PLAIN_PLAN, 0.0
     for name, rates in offer.items():
-        fixed = s.fixed(name)
+        fixed = s.drafting.fixed(name)
         k = min(chosen.k if fixed is None else fixed, len(rates))
         if name != HEAD and fixed is not None:
             return Plan(k, name)

@@ -13,10 +13,10 @@ from ..caches.rows import KVOptions
 from ..caches.validation import FLOATS
 from ..layers.mtp import has_head, run_head
 from ..models.mixin import MTPModel
-from .sequence import Sequence
+from .sequence import TextSequence
 
 
-def prefill_part(model: MTPModel, s: Sequence, max_tokens: int) -> tuple[mx.array, mx.array]:
+def prefill_part(model: MTPModel, s: TextSequence, max_tokens: int) -> tuple[mx.array, mx.array]:
     """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment -> as ``prefill_chunk``."""
     cache, n_cached = s.cache, s.cache.n_tokens
     tokens = s.segments[0][: s.kv.end_of_chunk(n_cached, max_tokens) - n_cached]
@@ -60,10 +60,10 @@ def prefill_chunk(
     return logits[:, -1:], cache.last_hidden
 
 
-def ends_with_token(model: MTPModel, s: Sequence) -> bool:
+def ends_with_token(model: MTPModel, s: TextSequence) -> bool:
     """Whether the last position of a prompt is a token with its own embedding, as those of rows are, and not an image's."""
-    if s.embeddings is None or not s.has_tokens:
-        return s.has_tokens
+    if s.embeddings is None or not s.task.has_tokens:
+        return s.task.has_tokens
     return bool(mx.array_equal(s.embeddings, model.model.embed_tokens(mx.array(s.segments[-1]))))
 
 

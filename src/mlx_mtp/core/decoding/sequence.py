@@ -1,6 +1,7 @@
-"""A sequence: a text that is generated, with its options, its prompt cache and its tokens so far."""
+"""A sequence: a text that is generated."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
@@ -9,12 +10,9 @@ from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
 from ..drafts.options import TextOptions
-from ..drafts.sources import FreeSource, make_free_sources
-from ..pacing import MAX_DRAFT_TOKENS
-from ..pacing.depth import Offer, Rates
-from ..pacing.step_times import HEAD, Plan
-from ..sampling.acceptance import make_acceptance
+from ..pacing.step_times import Plan
 from .counts import DraftCounts
+from .text_drafting import TextDrafting
 
 
 class PendingEmbeddings(Protocol):
@@ -29,45 +27,91 @@ class PendingEmbeddings(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Sequence:
-    """A text that is generated. The host may not know its last generated tokens yet."""
+@dataclass(frozen=True)
+class Task:
+    """What was asked of a sequence."""
 
-    cache: PromptCache  # of its tokens, except for those that a pass in flight verifies
     options: TextOptions  # resolved
     kv: KVOptions
-    segments: list[list[int]]  # of the prompt that is left; the last is its last token
-    counts: DraftCounts
-    tokens: list[int] = field(default_factory=list)  # that the host knows: of the prefilled prompt, and generated ones
-    embeddings: mx.array | None = None  # [T, H], of the prompt that is left, in place of the tokens'
-    pending: PendingEmbeddings | None = None  # computes ``embeddings``
     uid: int = 0
-    has_tokens: bool = True  # otherwise only embeddings were given, and ``segments`` has zeros
+    has_tokens: bool = True  # otherwise only embeddings were given, and the prompt's segments have zeros
 
-    def __post_init__(self) -> None:
+    @property
+    def max_tokens(self) -> int:
+        """The maximum number of tokens to generate; negative for no limit."""
         assert self.options.max_tokens is not None
-        self.max_tokens = self.options.max_tokens  # to generate; negative for no limit
-        self.stop = None if self.options.stop_sequences is None else self.options.stop_sequences.matcher()
-        # "length", "stop", "removed", or the error of its sampler or a processor
-        self.end: str | Exception | None = None
-        self.images, n_cached = self.cache.images, self.cache.n_tokens
-        self.cached_text = [] if self.tokens else self.cache.text  # before ``tokens``
-        self.text_start = n_cached - len(self.cached_text) - len(self.tokens)  # the index of the first known token
-        *before, end = [segment for segment in self.segments if segment]
-        self.segments = [*before, end[:-1], end[-1:]] if len(end) > 1 else [*before, end]
-        self.n_prefilled, self.n_prompt = 0, sum(map(len, self.segments))
-        self.kv = self.kv.of_text(n_cached, self.n_prompt)
-        self.prompt_end = n_cached + self.n_prompt  # the index after the prompt
-        self.n_generated = self.n_observed = 0  # the host knows the latter number of them
-        self.context: mx.array | None = None  # [N], for the logits processors
-        self.acceptance = make_acceptance(self.options.sampler)
-        self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
-        self.free_sources: dict[str, FreeSource] = {}  # by name
+        return self.options.max_tokens
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the host must know its last token before the next can be chosen."""
+        """Whether the host must know the last token before the next can be chosen."""
         return any(getattr(p, "needs_tokens", False) for p in self.options.logits_processors or ())
+
+
+class TextSequence:
+    """A text that is generated, and where it is. The host may not know its last generated tokens yet.
+
+    Args:
+        task (Task): What was asked.
+        cache (PromptCache): The cache of its tokens, except for those that a pass in flight verifies.
+        segments (List[List[int]]): The prompt, not empty.
+        counts (DraftCounts): Counts its drafts.
+        tokens (List[int]): The tokens in the cache, if they are known.
+        embeddings (Union[mx.array, PendingEmbeddings], optional): Those of the prompt, [T, H], in place of the tokens'.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        cache: PromptCache,
+        segments: Iterable[list[int]],
+        counts: DraftCounts,
+        tokens: Sequence[int] = (),
+        embeddings: mx.array | PendingEmbeddings | None = None,
+    ):
+        self.task = task
+        self.drafting = TextDrafting(task.options, counts)
+        self.is_embedded = embeddings is not None
+        self.images = cache.images
+        self.embeddings = embeddings if isinstance(embeddings, mx.array) else None  # of the prompt that is left
+        self.pending = None if isinstance(embeddings, mx.array) else embeddings  # computes ``embeddings``
+        self.cached_text = [] if tokens else cache.text  # before ``tokens``
+        self.text_start = cache.n_tokens - len(self.cached_text) - len(tokens)  # the index of the first known token
+        self._wait(cache, segments, tokens)
+        self.prompt_end = cache.n_tokens + self.n_prompt  # the index after the prompt
+        self.kv = task.kv.of_text(cache.n_tokens, self.n_prompt)
+
+    def _wait(
+        self, cache: PromptCache, segments: Iterable[list[int]], tokens: Sequence[int] = (), n_generated: int = 0
+    ) -> None:
+        """Wait for the prefill of segments, whose last ``n_generated`` tokens were generated, after tokens in the cache."""
+        self.cache = cache
+        self.tokens = [*tokens]  # that the host knows: of the prefilled prompt, and generated ones
+        *before, last = [segment for segment in segments if segment]
+        # Of the prompt that is left. The last is its last token.
+        self.segments = [*before, last[:-1], last[-1:]] if len(last) > 1 else [*before, last]
+        self.n_prompt = sum(map(len, self.segments))
+        self.n_prefilled = 0
+        self.n_generated = self.n_observed = n_generated  # The host knows the latter number of them.
+        self.context: mx.array | None = None  # [N], for the logits processors
+        self.end: str | Exception | None = (
+            None  # "length", "stop", "removed", or the error of its sampler or a processor
+        )
+        stops = self.task.options.stop_sequences
+        self.stop = None if stops is None else stops.matcher()
+        if self.stop is not None and n_generated > 0:
+            for token in last[-n_generated:]:
+                self.stop.advance(token)
+
+    def begin_again(self, cache: PromptCache, n: int) -> None:
+        """Wait again, with an empty cache: the prompt and the first n generated tokens are prefilled anew."""
+        n_tokens = len(self.tokens) - self.n_observed + n
+        self._wait(cache, [self.tokens[:n_tokens]], n_generated=n)
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether all of the text is known as tokens."""
+        return not self.is_embedded and not self.cached_text and self.text_start == 0
 
     @property
     def n_unobserved(self) -> int:
@@ -80,12 +124,14 @@ class Sequence:
         return len(self.segments) <= 1 and self.pending is None
 
     def take_prompt(self, n: int) -> None:
-        segment, self.n_prefilled = self.segments[0], self.n_prefilled + n
-        if self.has_tokens:
-            self.tokens += segment[:n]
+        """Count the next n tokens of the prompt as prefilled."""
+        first, *others = self.segments
+        self.segments = [first[n:], *others] if n < len(first) else others
+        self.n_prefilled += n
+        if self.task.has_tokens:
+            self.tokens += first[:n]
         else:
             self.cached_text, self.text_start = [], self.cache.n_tokens
-        self.segments = [segment[n:], *self.segments[1:]] if n < len(segment) else self.segments[1:]
         if self.embeddings is not None:
             self.embeddings = self.embeddings[n:] if n < len(self.embeddings) else None
 
@@ -96,8 +142,8 @@ class Sequence:
         return self.tokens[-1] if self.tokens else 0
 
     def start(self) -> None:
-        self.free_sources = make_free_sources(self.options, without_images(self.text, self.text_start, self.images))
-        if self.options.logits_processors:
+        self.drafting.begin(without_images(self.text, self.text_start, self.images))
+        if self.task.options.logits_processors:
             self.context = mx.array(self.tokens, mx.uint32)
 
     @property
@@ -106,25 +152,16 @@ class Sequence:
         return [*self.cached_text, *self.tokens]
 
     def text_of(self, n_tokens: int) -> list[int]:
+        """The known tokens before an index; none if they are not all known."""
         n, text = n_tokens - self.text_start, self.text
         return text[:n] if 0 <= n <= len(text) else []
-
-    def fixed(self, source: str) -> int | None:
-        """The number of drafts of a source; ``None`` if it is chosen at every step."""
-        n = self.options.num_draft_tokens if source == HEAD else self.free_sources[source].fixed
-        return n if isinstance(n, int) else None
-
-    def offers(self, limit: int) -> Offer:
-        rates = {name: source.acceptance_rates(self.n_unobserved)[:limit] for name, source in self.free_sources.items()}
-        rates[HEAD] = self.rates.estimate[:limit][: self.fixed(HEAD)]
-        return {name: of_each for name, of_each in rates.items() if of_each}
 
     def process(self, logits: mx.array, drafts: mx.array) -> mx.array:
         """Apply the logits processors to logits [1, V] of the position after drafts [t]."""
         assert self.context is not None
         tokens = mx.concatenate([self.context, drafts])
         if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
-            for processor in self.options.logits_processors or ():
+            for processor in self.task.options.logits_processors or ():
                 logits = processor(tokens, logits)
         return logits
 
@@ -134,22 +171,20 @@ class Sequence:
         if self.context is not None:
             self.context = mx.concatenate([self.context, tokens[b, :n]])
 
-    def take(self, tokens: list[int], plan: Plan, n_accepted: int) -> list[int]:
+    def take(self, tokens: Sequence[int], plan: Plan, n_accepted: int) -> list[int]:
         """Add a step's tokens, now that the host knows them -> the tokens up to the one that ends the sequence."""
         n_before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
             self.n_observed += 1
-            if self.n_observed == self.max_tokens:
+            if self.n_observed == self.task.max_tokens:
                 self.end = "length"
             if self.stop is not None and self.stop.advance(token):
                 self.end = "stop"
             if self.end is not None:
                 break
         taken = self.tokens[n_before:]
-        self.counts.add(plan.k, min(n_accepted, len(taken)), plan.source)
-        for source in self.free_sources.values():
-            source.observe(taken)
+        self.drafting.observe(taken, plan, n_accepted)
         return taken
 
 

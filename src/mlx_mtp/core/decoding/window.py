@@ -8,10 +8,10 @@ import mlx.core as mx
 from ..pacing.step_times import Plan
 from ..sampling.acceptance import Drafted
 from ..sampling.processors import restoring_random_state, until_error
-from .sequence import Sequence
+from .sequence import TextSequence
 
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
-Stepped = tuple[Sequence, list[Token]]  # a sequence, and its tokens of a step
+Stepped = tuple[TextSequence, list[Token]]  # a sequence, and its tokens of a step
 
 NO_NUMBER = 1 << 31  # in place of a token where the logits are no distribution
 NO_TOKENS = mx.array([], mx.uint32)
@@ -20,7 +20,7 @@ NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
 @dataclass(frozen=True)
 class WindowPlan:
-    sequences: list[Sequence]  # [B]
+    sequences: list[TextSequence]  # [B]
     of_each: tuple[Plan, ...]  # [B]
     whole: Plan  # the largest draft length of any sequence, and whether the drafts need the head
     is_chosen: bool  # whether ``Depth`` has chosen it, and observes the step
@@ -47,7 +47,7 @@ class Window:
     hidden: mx.array  # [B, T, H]
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TextSequence]:
         return self.plan.sequences
 
 
@@ -102,14 +102,14 @@ def choose(window: Window) -> Choice:
         try:
             with restoring_random_state():
                 (first, *_), own = members, of_members(logprobs, members)
-                if sequences[first].options.logits_processors:
+                if sequences[first].task.options.logits_processors:
                     own, own_numbers = _processed(window, first)
                     own_logprobs[first], are_numbers = own, with_rows(are_numbers, members, own_numbers)
                 n = min(max(made[b].k for b in members) + 1, own.shape[1])
                 drafted = of_members(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
                 of_each = [(sequences[b], made[b]) for b in members]
-                texts = [Drafted(s.acceptance, s.n_generated, own.k, own.skips_head) for s, own in of_each]
-                verdict = sequences[first].acceptance.accept(texts, own[:, :n], drafted, proposals)
+                texts = [Drafted(s.drafting.acceptance, s.n_generated, own.k, own.skips_head) for s, own in of_each]
+                verdict = sequences[first].drafting.acceptance.accept(texts, own[:, :n], drafted, proposals)
                 tokens = with_rows(tokens, members, verdict.tokens)
                 accepted = with_rows(accepted, members, verdict.accepted)
         except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
@@ -130,11 +130,11 @@ def _processed(window: Window, b: int) -> tuple[mx.array, mx.array]:
     return normalized(mx.stack(processed, axis=1))
 
 
-def groups_of(sequences: list[Sequence]) -> list[list[int]]:
+def groups_of(sequences: list[TextSequence]) -> list[list[int]]:
     """The sequences that are drafted for and accepted together: with equal samplers, and without logits processors."""
     groups: dict[Any, list[int]] = {}
     for b, s in enumerate(sequences):
-        groups.setdefault((s.acceptance, b if s.options.logits_processors else None), []).append(b)
+        groups.setdefault((s.drafting.acceptance, b if s.task.options.logits_processors else None), []).append(b)
     return list(groups.values())
 
 
