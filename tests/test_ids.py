@@ -10,6 +10,8 @@ from transformers import BatchEncoding
 
 import mlx_mtp
 from mlx_mtp import BatchGenerator, batch_generate, make_sampler, mtp_generate_step, stream_generate
+from mlx_mtp.checkpoint.load import _load_model
+from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.core.batch.ids import token_ids
 from tests.support.batches import run
 from tests.support.checkpoints import configure, write_tiny
@@ -112,6 +114,14 @@ def test_drafts_of_a_source_that_the_model_does_not_have_are_rejected():
     unchanged.draft_source = Beyond
     want = plain(IDS, MODEL, max_tokens=8)
     assert mtp(IDS, MODEL, max_tokens=8, logits_processors=[unchanged], num_draft_tokens=2) == want
+
+
+def test_a_stage_of_a_pipeline_has_the_rows_that_its_config_says(tmp_path):
+    """Its weights are loaded without mlx-lm's comparison of shapes."""
+    folder = write_tiny(tmp_path / "model", "qwen3_5")
+    configure(folder, text={"vocab_size": 40})
+    with pytest.raises(mlx_mtp.MTPError, match="has rows of 32 tokens, and its config says 40"):
+        _load_model(CheckpointReader(str(folder)), None, {}, False, range(2))
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "coupled", "match"])

@@ -346,6 +346,10 @@ def _load_model(
         model.model.pipeline(mx.distributed.init())
         if missing := sorted(dict(tree_flatten(model.parameters())).keys() - loaded):
             raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
+        if (n := min(len(own.weight) for own in (model.model.embed_tokens, model.output_layer))) < model.vocab_size:
+            raise MTPError(
+                f"{checkpoint.name} has rows of {n} tokens, and its config says {model.vocab_size}: correct it."
+            )
     return model, config
 
 

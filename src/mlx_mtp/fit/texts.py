@@ -20,7 +20,7 @@ from tqdm import tqdm
 from .. import prompts
 from ..cli.display import say
 from ..core.batch.generate_step import mtp_generate_step
-from ..core.batch.ids import token_ids
+from ..core.models.mixin import check_ids, n_ids
 from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
 from ..files import read_text, write_atomic
@@ -112,8 +112,7 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
         train = answer_all(model, tokenizer, parts.train, work / "train.jsonl", how)
         valid = answer_all(model, tokenizer, parts.valid, work / "valid.jsonl", how)
         parts = Split(train, valid, parts.test)
-    for text in chain(*parts):
-        token_ids(text.tokens, model, text.source)
+    check_ids(chain.from_iterable(text.tokens for text in chain(*parts)), n_ids(model), "The text")
     parts = parts._replace(train=parts.train[: how.iters * how.batch_size])
     n, k, m = (sum(len(text.tokens) for text in part) for part in parts)
     say(f"{n:,} tokens to train on, {k:,} to choose the best head by, and {m:,} to measure it on")

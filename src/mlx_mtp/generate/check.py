@@ -19,7 +19,6 @@ from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..core.batch.generate_step import mtp_generate_step
-from ..core.batch.ids import token_ids
 from ..core.caches.rows import KVOptions
 from ..core.drafts.options import MAX_TOKENS, TextOptions
 from ..core.layers.compiled import Compiler
@@ -68,7 +67,6 @@ def check(
     Given are a prompt [T], a prompt cache for both, which is left unchanged, and as ``options`` ``input_embeddings``,
     ``prefill_step_size``, ``kv_bits``, ``kv_group_size`` and ``quantized_kv_start``.
     """
-    prompt = mx.array(token_ids(prompt, model))
     max_tokens = MAX_TOKENS if text.max_tokens is None else text.max_tokens
     recent: dict[int, mx.array] = {}  # plain decoding's logits, [V], by the position of the generated token
 

@@ -169,9 +169,8 @@ def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
 
 def n_ids(model: nn.Module) -> int:
     """The number of token ids of a model, also of mlx-lm's own: the rows of its embedding."""
-    if isinstance(model, MTPModel):
-        return model.vocab_size
-    return max(m.weight.shape[0] for m in model.modules() if hasattr(m, "as_linear") and "weight" in m)
+    embeddings = (m for m in model.modules() if hasattr(m, "as_linear") and "weight" in m)
+    return model.vocab_size if isinstance(model, MTPModel) else max(m.weight.shape[0] for m in embeddings)
 
 
 def check_ids(ids: Iterable[int], n: int, name: str) -> None:
