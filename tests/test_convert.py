@@ -340,6 +340,24 @@ def test_a_quantization_that_changes_nothing_is_refused(capsys, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("width", "flags", "message"),
+    [
+        (96, "-q", "since 64 does not divide their widths: {}; --q-group-size 32 would quantize them"),
+        (48, "-q", "since 64 does not divide their widths: {}; nor does another group size"),
+        (80, "-q --q-mode mxfp4", "since 32 does not divide their widths: {}; nor does another group size"),
+        (96, "-q --q-group-size 32", None),
+    ],
+)
+def test_modules_that_stay_in_16_bits_are_in_one_line(width, flags, message, capsys, tmp_path):
+    write_tiny(tmp_path / "model", "qwen3_5", dtype=mx.bfloat16, intermediate_size=width)
+    _, out, _ = run(capsys, "--hf-path", tmp_path / "model", "--mlx-path", tmp_path / "out", *flags.split())
+    said = [line for line in out.splitlines() if "Not quantized" in line]
+    layer = "language_model.model.layers.*.mlp.down_proj"
+    assert said == ([] if message is None else [f"[INFO] Not quantized, {message.format(layer)}"])
+    assert (f"{layer.replace('*', '0')}.scales" in tensors(tmp_path / "out")) == (message is None)
+
+
 # --inspect describes a checkpoint without its weights
 
 

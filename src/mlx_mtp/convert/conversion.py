@@ -1,6 +1,7 @@
 """``mlx_mtp convert``: mlx-lm's conversion that keeps the MTP head and the vision encoder."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -34,6 +35,7 @@ from ..images.tower import CONFIG_FILES
 from .graft import graft, named_tower
 
 GENERATION = "generation_config.json"
+GROUP_SIZES = (128, 64, 32)  # of MLX, for affine quantization
 TOKENIZER_FILES = (
     "tokenizer*", "vocab*", "merges.txt", "*.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template*",
     "additional_chat_templates/*",
@@ -313,6 +315,18 @@ class Quantization(NamedTuple):
                 if any(predicate(path, module) for path, module in before.items()):
                     reason = "it is quantized already, so give the base model, or --dequantize first"
                 raise MTPError(f"Nothing would be quantized: {reason}.")
+            size = config["quantization"]["group_size"]
+            left = {
+                re.sub(r"\d+", "*", path): module.weight.shape[-1]
+                for path, module in model.named_modules()
+                if hasattr(module, "to_quantized") and module.weight.shape[-1] % size and predicate(path, module)
+            }
+            if left:
+                fitting = [
+                    n for n in GROUP_SIZES if self.mode == "affine" and not any(width % n for width in left.values())
+                ]
+                other = f"--q-group-size {fitting[0]} would quantize them" if fitting else "nor does another group size"
+                print(f"[INFO] Not quantized, since {size} does not divide their widths: {', '.join(left)}; {other}")
         if self.dequantize:
             print("[INFO] Dequantizing")
             config.pop("quantization", None)
