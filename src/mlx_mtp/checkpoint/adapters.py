@@ -5,7 +5,6 @@ B [outputs, r]; that of an embedding is transposed. Experts are adapted one by o
 [E * r, inputs], and B [outputs, r * E] has its ranks outside, its experts inside.
 """
 
-import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..files import check_folder
 from .config import Config, read_json
-from .reader import PREFIX
+from .reader import PREFIX, warn_once
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OWN_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"  # of peft, and of mlx-lm
@@ -34,8 +33,7 @@ VARIANTS = (
     "lora_bias", "layer_replication", "alora_invocation_tokens", "trainable_token_indices", "arrow_config", "kasa_config",
     "monteclora_config",
 )  # fmt: skip
-PEFT = "base_model.model."  # before all names
-OTHER_PARTS = re.compile(r"(?:visual|vision_tower|mtp)\.")
+OTHER_PARTS = re.compile(r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:visual|vision_tower|mtp)\.")
 MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 EXPERT = re.compile(r"(.+\.mlp)\.experts\.(\d+)\.(\w+)")
 FUSED_INTO = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -45,7 +43,6 @@ LAYERS: dict[Any, tuple[type[nn.Module], ...]] = {
     LoRASwitchLinear: (SwitchLinear, QuantizedSwitchLinear),
     LoRAEmbedding: (nn.Embedding, nn.QuantizedEmbedding),
 }
-log = logging.getLogger(__name__)
 Layers = dict[str, tuple[str, nn.Module]]  # by ``_place``: the path in the model, and the layer
 
 
@@ -84,13 +81,9 @@ def with_adapter(model: Any, path: str) -> Any:
         config = read_json(folder / CONFIG)
         file, apply = (WEIGHTS, _apply) if "peft_type" in config else (OWN_WEIGHTS, _apply_own)
         weights: Any = mx.load(str(folder / file))
-        if left_out := [
-            name for name in weights if OTHER_PARTS.match(_place(name.removeprefix(PEFT))) and file == WEIGHTS
-        ]:
+        if left_out := [name for name in weights if OTHER_PARTS.match(name) and file == WEIGHTS]:
             weights = {name: w for name, w in weights.items() if name not in left_out}
-            log.warning(
-                f"[WARNING] The adapter {path} changes the language model alone: {_some(left_out)} are left out."
-            )
+            warn_once(f"The adapter {path} changes the language model alone: {_some(left_out)} are left out.")
         is_changed = apply(model, config, weights, path)
         adapted = (m for m in model.modules() if "lora_a" in m)
         if not is_changed and not any(m.scale and mx.any(m.lora_a) and mx.any(m.lora_b) for m in adapted):
@@ -133,7 +126,7 @@ def _apply(model: Any, config: Config, weights: Mapping[str, mx.array], path: st
     matrices: dict[str, dict[str, mx.array]] = {}
     seen = set[str]()
     for name, w in weights.items():
-        name = name.removeprefix(PEFT).replace(".modules_to_save", "").replace(".default", "")
+        name = name.removeprefix("base_model.model.").replace(".modules_to_save", "").replace(".default", "")
         if (place := _place(name.removesuffix(".weight"))) in seen:
             raise MTPError(f"it has {name} twice.")
         seen.add(place)

@@ -101,9 +101,8 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise MTPError(f"the commit is {info.sha!r}")
-        for file in files:
-            if not is_inside(file):
-                raise MTPError(f"a file is {file!r}")
+        if outside := [file for file in files if not is_inside(file)]:
+            raise MTPError(f"a file is {outside[0]!r}")
         return str(info.sha), files
 
 

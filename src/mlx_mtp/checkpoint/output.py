@@ -21,7 +21,7 @@ from ..files import writing
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .heads.formats import load_tensors, quantization_beside
 from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import INDEX_FILE, CheckpointReader, n_bytes
+from .reader import INDEX_FILE, CheckpointReader, n_bytes, warn_once
 
 CLONE = ["cp", "-c"] if sys.platform == "darwin" else ["cp", "--reflink=always"]
 
@@ -142,7 +142,6 @@ def write_beside(
 
 def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]) -> None:
     """Clone or link these of a checkpoint's weights, and copy its other files. Existing files stay."""
-    are_linked = False
     for name in {name for name in source.files if "/" not in name and not name.endswith(".safetensors")}.union(weights):
         file, target = source.path / name, folder / name
         if not file.is_file() or target.exists():
@@ -153,11 +152,11 @@ def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]
                 continue
             with suppress(OSError):  # another disk, or no support for links
                 os.link(file.resolve(), target)
-                are_linked = True
+                warn_once(
+                    f"The weights are hard links: a program that writes into these files also changes {source.name}."
+                )
                 continue
         shutil.copy(file, target)
-    if are_linked:
-        print(f"[INFO] The weights are hard links: a program that writes into these files also changes {source.name}")
 
 
 def clone(file: Path, target: Path) -> bool:

@@ -169,7 +169,7 @@ class CheckpointReader:
                     both = f"{other} and {file} of {self.name} both have {name}"
                     raise MTPError(f"{both}: remove the file of the other model.")
         if strays := _strays(self):
-            _warn(f"Not read, since the index of {self.name} does not name them: {', '.join(strays)}.")
+            warn_once(f"Not read, since the index of {self.name} does not name them: {', '.join(strays)}.")
         return found
 
     @cached_property
@@ -298,8 +298,8 @@ def _is_models(file: str) -> bool:
 
 
 @cache
-def _warn(message: str) -> None:
-    """Warn once, whatever the number of readers of a checkpoint."""
+def warn_once(message: str) -> None:
+    """Whatever the number of readers of a checkpoint."""
     log.warning(f"[WARNING] {message}")
 
 
