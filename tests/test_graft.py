@@ -96,24 +96,23 @@ def test_graft_equals_a_conversion_with_the_head(name, tmp_path):
 def test_clones_links_or_copies_the_backbone(bare, tmp_path, monkeypatch, caplog):
     """Where the file system has no copy on write, a line says that files are shared."""
     before, said = (bare / WEIGHTS).read_bytes(), "The weights are hard links"
-    target = tmp_path / "file"
-    assert (output.clone(bare / WEIGHTS, target), before) == (target.exists(), (bare / WEIGHTS).read_bytes())
-    target.write_bytes(b"")
-    assert (bare / WEIGHTS).read_bytes() == before
-    monkeypatch.setattr(output, "clone", lambda file, target: False)
-    output.warn_once.cache_clear()
-    linked = graft(DENSE, bare, tmp_path / "linked")
-    assert (linked / WEIGHTS).samefile(bare / WEIGHTS)
-    assert said in caplog.text
-    caplog.clear()
-    assert not (linked / "config.json").samefile(bare / "config.json")
+
+    def made(name, command=output.CLONE):
+        monkeypatch.setattr(output, "CLONE", command)
+        output.warn_once.cache_clear()
+        caplog.clear()
+        folder = graft(DENSE, bare, tmp_path / name)
+        is_linked = (folder / WEIGHTS).samefile(bare / WEIGHTS)
+        assert is_linked == (said in caplog.text)
+        assert (folder / WEIGHTS).read_bytes() == before
+        assert not (folder / "config.json").samefile(bare / "config.json")
+        return is_linked
+
+    made("here")
+    assert made("linked", ["false"])
+    assert not made("cloned", ["cp"])
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError("Invalid cross-device link")))
-    copy = graft(DENSE, bare, tmp_path / "copied")
-    monkeypatch.setattr(output, "clone", lambda file, target: bool(shutil.copy(file, target)))
-    cloned = graft(DENSE, bare, tmp_path / "cloned")
-    assert said not in caplog.text
-    assert not any((folder / WEIGHTS).samefile(bare / WEIGHTS) for folder in (copy, cloned))
-    assert all((folder / WEIGHTS).read_bytes() == before for folder in (bare, linked, copy, cloned))
+    assert not made("copied", ["false"])
     # A head in a file of its own is replaced
     once = graft(DENSE, bare, tmp_path / "once", dtype="float16")
     twice = graft(DENSE, once, tmp_path / "twice")

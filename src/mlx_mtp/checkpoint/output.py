@@ -148,23 +148,16 @@ def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]
             continue
         target.parent.mkdir(exist_ok=True)
         if file.suffix == ".safetensors":
-            if clone(file.resolve(), target):  # files of the hub's cache are links
+            if subprocess.run([*CLONE, str(file.resolve()), str(target)], capture_output=True).returncode == 0:
                 continue
+            target.unlink(missing_ok=True)  # that cp leaves where the file system has no copy on write
             with suppress(OSError):  # another disk, or no support for links
-                os.link(file.resolve(), target)
+                os.link(file.resolve(), target)  # files of the hub's cache are links
                 warn_once(
                     f"The weights are hard links: a program that writes into these files also changes {source.name}."
                 )
                 continue
         shutil.copy(file, target)
-
-
-def clone(file: Path, target: Path) -> bool:
-    """Copy a file on write, which takes no space. Return whether the file system can; a file that exists is lost."""
-    is_cloned = subprocess.run([*CLONE, str(file), str(target)], capture_output=True).returncode == 0
-    if not is_cloned:
-        target.unlink(missing_ok=True)
-    return is_cloned
 
 
 # The model card

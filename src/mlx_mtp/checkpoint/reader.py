@@ -30,7 +30,7 @@ T = TypeVar("T")
 FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
-PIECE_BYTES = 16 << 20  # that are compared at once
+CHUNK_BYTES = 16 << 20  # that are read at once, as in a range request
 OWN_LAYER = re.compile(r".*?((?:embed_tokens|lm_head)\.(weight|scales|biases))")  # of a head that repeats the model's
 DEPTH = 3  # of the folders in which a head may be
 AGAIN = "download it again, or delete the index"
@@ -235,9 +235,9 @@ def _repeats(checkpoint: CheckpointReader, name: str, file: str) -> bool:
     if (same := own.get(found[1], own.get(f"embed_tokens.{found[2]}"))) is None:  # the latter where they are tied
         return False
     a, b = checkpoint.tensors({name: file})[name], checkpoint.tensors({same: checkpoint.model_map[same]})[same]
-    steps = range(0, a.stop - a.start if checkpoint.folder is not None else 0, PIECE_BYTES)
+    steps = range(0, a.stop - a.start if checkpoint.folder is not None else 0, CHUNK_BYTES)
     pieces = (
-        (checkpoint.read(t.file, t.start + i, min(t.start + i + PIECE_BYTES, t.stop)) for t in (a, b)) for i in steps
+        (checkpoint.read(t.file, t.start + i, min(t.start + i + CHUNK_BYTES, t.stop)) for t in (a, b)) for i in steps
     )
     return (a.dtype, a.shape) == (b.dtype, b.shape) and all(one == other for one, other in pieces)
 

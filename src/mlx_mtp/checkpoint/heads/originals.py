@@ -33,7 +33,7 @@ from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, family_in, first_difference, read_json, text_config_of
 from ..hub import CARD
-from ..reader import FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
+from ..reader import CHUNK_BYTES, FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
 from .formats import check_head, check_shapes, has_raw_head
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
@@ -45,7 +45,6 @@ ENDINGS = (".weight", ".bias", ".A_log", ".dt_bias", "_proj", ".scales", ".biase
 QUANTIZED = re.compile(  # in the name of a checkpoint
     r"[-_](?:fp8|nvfp4|mxfp[48]|awq|gptq|bnb|int[48]|w\d+a\d+|[48]-?bit|quantized)(?![^-_])", re.IGNORECASE
 )
-CHUNK_BYTES = 16 << 20  # in a range request, which is repeated if it fails
 
 
 def find_original(part: "Part", checkpoint: CheckpointReader) -> tuple[CheckpointReader, Tensors]:
