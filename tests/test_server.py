@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import shutil
 import signal
@@ -220,13 +221,29 @@ def test_requires_the_key_and_serves_another_model(tmp_path):
 
 @mock.patch.object(logging.root, "handlers", [])  # it logs to no file of another server
 def test_any_model_where_allowed(tmp_path, monkeypatch, alone):
+    cache, cut = tmp_path / "hub", shutil.copytree(TRAINED, tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 5000)
+    for name, kind, files in (
+        ("good", "qwen3_5", {"model.safetensors": Path(TRAINED, "model.safetensors").read_bytes()}),
+        ("small", "qwen3_5", {}),
+        ("other", "llama", {"model.safetensors": Path(TRAINED, "model.safetensors").read_bytes()}),
+        ("half", "qwen3_5", {"model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors"}}'}),
+    ):
+        folder = cache / f"models--org--{name}" / "snapshots" / "0"
+        folder.mkdir(parents=True)
+        for file, content in {"config.json": Path(TRAINED, "config.json").read_bytes(), **files}.items():
+            (folder / file).write_bytes(content)
+        configure(folder, model_type=kind)
     # The environment names the hub's cache once, when huggingface_hub is imported.
-    monkeypatch.setattr(hub.hf, "scan_cache_dir", partial(hub.hf.scan_cache_dir, tmp_path / "none"))
+    monkeypatch.setattr(hub.hf, "scan_cache_dir", partial(hub.hf.scan_cache_dir, cache))
     with serve_here(tmp_path / "log", "--model", TRAINED, "--mtp", "--allow-any-model") as s:
-        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense"]
+        assert [m["id"] for m in s.request("/v1/models")[1]["data"]] == ["dense", "org/good"]
+        assert [s.request(f"/v1/models/{name}")[0] for name in ("dense", "org/good", "org/small")] == [200, 200, 404]
         text_from(s, model=OTHER, max_tokens=5)
-        status, content = s.request(TEXT, {"model": "/nowhere", "prompt": PROMPT})
-        assert (status, content["error"]["code"]) == (404, "model_not_found")
+        for name in ("/nowhere", str(cut), str(cache)):
+            status, content = s.request(TEXT, {"model": name, "prompt": PROMPT})
+            assert (status, content["error"]["code"]) == (404, "model_not_found")
+            assert s.engine.frontend.models.key == OTHER  # it stays loaded
         assert text_from(s) == text_from(s, model="dense") == alone(PROMPT, 24)
 
 

@@ -84,7 +84,7 @@ def _machine() -> Lines:
     yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
-    models, heads = [*cached_repositories().values()], [head.nbytes for head in fetched_heads()]
+    models, heads = [x.size_on_disk for x in cached_repositories().values()], [x.nbytes for x in fetched_heads()]
     yield "Models", f"{len(models)} in {constants.HF_HUB_CACHE}, {sum(models) / GB:.2f} GB"
     yield "Heads", f"{len(heads)} in {HEAD.root}, {sum(heads) / GB:.2f} GB"
 

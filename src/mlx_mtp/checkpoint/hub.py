@@ -221,10 +221,10 @@ def commit_of(folder: Path) -> str | None:
     return folder.name if folder.parent.name == "snapshots" else None
 
 
-def cached_repositories() -> dict[str, int]:
-    """The models in the hub's cache, with their bytes."""
+def cached_repositories() -> dict[str, hf.CachedRepoInfo]:
+    """The repositories of models in the hub's cache, by name."""
     try:
-        return {repo.repo_id: repo.size_on_disk for repo in hf.scan_cache_dir().repos if repo.repo_type == "model"}
+        return {repo.repo_id: repo for repo in hf.scan_cache_dir().repos if repo.repo_type == "model"}
     except errors.CacheNotFound:
         return {}
 

@@ -35,7 +35,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from ..checkpoint import DEMO, DEMO_NOTE
-from ..checkpoint.hub import cached_repositories
 from ..errors import MTPError
 from ..text.schema import Json
 from . import DEFAULT
@@ -205,13 +204,13 @@ class Endpoints:
         return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Response:
-        names = self._names()
+        names = await in_thread(self.frontend.models.names)
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [self._describe(name) for name in names], **page})
 
     async def model(self, name: str) -> Response:
         wanted = unquote(name).strip("/")
-        for known in (DEFAULT, self.frontend.options.model, *self._names()):
+        for known in (DEFAULT, self.frontend.options.model, *await in_thread(self.frontend.models.names)):
             if known.strip("/") == wanted:
                 return JSONResponse(self._describe(known))
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
@@ -228,10 +227,6 @@ class Endpoints:
     async def input_items(self, http: HTTPRequest, id: str) -> Response:
         order = http.query_params.get("order", "desc")
         return JSONResponse(await in_thread(self.responses.list_items, (http.state.key, id), order))
-
-    def _names(self) -> list[str]:
-        downloaded = sorted(cached_repositories()) if self.frontend.options.allow_any_model else []
-        return [*self.frontend.models.served, *downloaded]
 
     def _describe(self, name: str) -> Json:
         created, path = self.frontend.created, self.frontend.models.resolve(name)

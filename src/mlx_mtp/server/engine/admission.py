@@ -12,6 +12,7 @@ from mlx_lm.generate import StopSequences, make_stop_sequences
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ...checkpoint.reader import CheckpointReader
 from ...core.batch.generator import BatchGenerator
 from ...core.caches.prompt_cache import PromptCache
 from ...core.distributed import Ranks
@@ -25,7 +26,7 @@ from ...text.detokenizer import make_detokenizer
 from ...text.formats import QWEN, format_of
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request
 from ..structured_output import make_output_grammar
-from .models import ModelProvider, Stores
+from .models import ModelProvider, Stores, check_files
 
 PATIENCE, PATIENCE_AT_LIMIT = 200, 2000  # characters of streamed text; a model whose reasoning is cut goes on with it
 MAX_FORCED = 64  # tokens to end the reasoning: line breaks, the end of a code block, and the tag
@@ -42,7 +43,9 @@ class Admission:
         self.max_cache_bytes = 0  # the limit of all prompt caches
 
     def open(self, key: str) -> None:
-        """Replace the loaded model, its caches and its batch generator."""
+        """Replace the loaded model, its caches and its batch generator. They stay if another one cannot be loaded."""
+        if self.models.key not in (None, key):
+            check_files(CheckpointReader(key, self.models.revisions.get(key)))
         self.close()
         self.models.load(key)
         model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes

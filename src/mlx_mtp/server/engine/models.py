@@ -11,15 +11,16 @@ from typing import Any
 import mlx.core as mx
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ...checkpoint.config import context_length_of
-from ...checkpoint.hub import commit_of, fetch
+from ...checkpoint.config import check_config, context_length_of
+from ...checkpoint.hub import cached_repositories, commit_of, fetch
 from ...checkpoint.load import load
+from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.settings import sampling_defaults
 from ...cli.arguments import missing_head_note
 from ...core.distributed import Ranks
 from ...core.drafts.options import asks_for_copies
 from ...core.layers.mtp import has_head
-from ...errors import is_device_error
+from ...errors import MTPError, is_device_error
 from ...files import MAX_DISK_BYTES
 from ...prompt_store import PromptStore
 from ...prompt_store.disk import FLUSH, READ_TIMEOUT
@@ -55,6 +56,16 @@ class ModelProvider:
             message = f"The model {name!r} is not served here; GET /v1/models lists the served models."
             raise ApiError(404, message, param="model", code="model_not_found")
         return name if name in options.serve_model else options.model
+
+    def names(self) -> list[str]:
+        """The served models, and with --allow-any-model those in the hub's cache that can be loaded. Reads files."""
+        found = set[str]()
+        for name, repo in cached_repositories().items() if self.options.allow_any_model else ():
+            for revision in repo.revisions:
+                with suppress(MTPError, OSError):
+                    check_files(CheckpointReader(name, folder=revision.snapshot_path))
+                    found.add(name)
+        return [*self.served, *sorted(found)]
 
     @property
     def drafts(self) -> bool:
@@ -92,6 +103,12 @@ class ModelProvider:
                 tokenizer.vision.free()
         gc.collect()
         mx.clear_cache()
+
+
+def check_files(checkpoint: CheckpointReader) -> None:
+    """Raise an error if a model's config or the headers of its files tell that it cannot be loaded."""
+    check_config(checkpoint.config, checkpoint.name)
+    _ = checkpoint.model_map
 
 
 @contextmanager
