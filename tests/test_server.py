@@ -138,6 +138,17 @@ def test_hang_up_stops_generation(server):
     assert server.metrics()["mlx_mtp_generated_tokens_total"] < before + 5000
 
 
+def test_a_request_whose_prompt_is_not_read_yet_is_one_that_waits(server, monkeypatch):
+    monkeypatch.setattr(server.engine.engine.admission.batch, "completion_batch_size", 1)
+    with server.begin(PROMPT), server.begin(PROMPT), server.begin(PROMPT):
+        deadline = time.monotonic() + 60
+        while len(server.engine.engine.running) < 3:
+            assert time.monotonic() < deadline
+        metrics = server.metrics()
+        assert [metrics[f"mlx_mtp_{name}"] for name in ("requests_in_flight", "queue_length")] == [1, 2]
+    server.until_idle()
+
+
 @pytest.mark.parametrize(
     ("how", "streams"), [pytest.param(signal.SIGINT, [True], marks=pytest.mark.slow), (signal.SIGTERM, [False, True])]
 )

@@ -155,6 +155,11 @@ class Scheduler:
         return max(((n, n_cached + n) for n, n_cached in chunks), key=math.prod, default=(0, 0))
 
     @property
+    def n_waiting(self) -> int:
+        """The number of sequences of whose prompts nothing is prefilled yet, in any thread."""
+        return sum(s.n_prefilled == 0 for s in tuple(self.prompts))
+
+    @property
     def growing(self) -> list[tuple[int, KVOptions]]:
         """The number of tokens in the caches of each sequence that the next step may extend, and its quantization."""
         waiting = islice(self.prompts, self._n_free)

@@ -91,6 +91,12 @@ class Admission:
         self.models.reset()
         mx.clear_streams()
 
+    @property
+    def n_waiting(self) -> int:
+        """The admitted requests of whose prompts nothing is prefilled yet, in any thread."""
+        batch = self.batch
+        return 0 if batch is None else batch.n_waiting
+
     def fits(self, request: Request, running: Collection[Request]) -> bool:
         if not running or request.key != self.models.key:
             return not running

@@ -52,8 +52,8 @@ class Engine:
         self.error: BaseException | None = None  # the error that ended the thread
         self.n_failures = 0  # of the GPU since the last answer
         self.last_active = self.warmed = time.monotonic()  # the last request, and the last operation without one
-        metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting))
-        metrics["requests_in_flight"].set_function(lambda: len(self.running))
+        metrics["queue_length"].set_function(lambda: clients.arriving.qsize() + len(self.waiting) + admission.n_waiting)
+        metrics["requests_in_flight"].set_function(lambda: len(self.running) - admission.n_waiting)
         self.thread = Thread(target=self._run)
         self.thread.start()
 
