@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
@@ -184,6 +185,22 @@ def test_errors_are_those_that_the_clients_know(claude, client):
     with pytest.raises(openai.NotFoundError) as ours:
         client.models.retrieve("other")
     assert ours.value.body == {**error, "param": "model", "code": "model_not_found"}
+
+
+def test_each_answer_has_an_id_that_the_log_has(server, claude, client):
+    """In the headers of both packages; also an error and a stream."""
+    options = dict(model="m", max_tokens=2, messages=ASK)
+    ids = [claude.messages.create(**options)._request_id, client.chat.completions.create(**options)._request_id]
+    ids.append(client.chat.completions.create(**options, stream=True).response.headers["x-request-id"])
+    with pytest.raises(openai.NotFoundError) as e:
+        client.models.retrieve("other")
+    ids.append(e.value.request_id)
+    assert len({*ids}) == 4
+    for id in ids:
+        assert re.fullmatch("req_[0-9a-f]{32}", id)
+    deadline = time.monotonic() + 60
+    while not all(id in server.log.read_text() for id in ids):  # a line is written when the answer was sent
+        assert time.monotonic() < deadline
 
 
 def test_any_name_means_the_only_model(server, claude, client):

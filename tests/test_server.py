@@ -289,13 +289,15 @@ def test_each_request_is_one_line_of_the_log(server):
     for _ in range(2):
         server.request(TEXT, {"prompt": "import a_module_of_the_log", "max_tokens": 13})
     server.request("/nowhere%0Ax")
-    while '%0Ax" 404\n' not in (log := server.log.read_text()[before:]):  # it is written when the response is sent
+    # It is written when the response is sent.
+    while not re.search(r'%0Ax" 404 req_\w+\n', log := server.log.read_text()[before:]):
         time.sleep(0.01)
     # A line of an earlier request may come late: those of this test have 13 tokens, and all are whole.
-    assert [line for line in log.splitlines() if not re.match(r'127\.0\.0\.1 - "[A-Z]+ [^"]+" \d{3}(: |$)', line)] == []
+    whole = re.compile(r'127\.0\.0\.1 - "[A-Z]+ [^"]+" \d{3} req_[0-9a-f]{32}(: |$)')
+    assert [line for line in log.splitlines() if not whole.match(line)] == []
     figures = r"(\d+) prompt tokens \((\d+) cached\), 13 output tokens, [\d.]+ s, [\d.]+ tokens/s"
     figures += r"(?:, \d+ of \d+ drafts accepted)?"
-    found = re.findall(rf'127\.0\.0\.1 - "POST /v1/completions" 200: {figures}\n', log)
+    found = re.findall(rf'127\.0\.0\.1 - "POST /v1/completions" 200 req_\w+: {figures}\n', log)
     assert [(n, int(cached) > 0) for n, cached in found] == [(found[0][0], False), (found[0][0], True)]
     assert log.count("/nowhere") == 1
 

@@ -247,7 +247,7 @@ def test_an_unexpected_error_is_an_answer_like_others(caplog, path):
     names = {requests.MESSAGES: "event: error\n", requests.RESPONSES: "event: response.failed\n"}
     assert event.startswith(names.get(path, 'data: {"error": '))
     lines = [message for name, _, message in caplog.record_tuples if name == "root" and "POST" in message]
-    assert [line.partition(f'"POST {path}" ')[2][:5] for line in lines] == ["500: ", "200: "]
+    assert [line.partition(f'"POST {path}" ')[2][:8] for line in lines] == ["500 req_", "200 req_"]
     assert 'mlx_mtp_requests_total{status="500"} 1.0' in client.get("/metrics").text
     assert sum(record.exc_info is not None for record in caplog.records) == 2
     assert "disconnected" not in caplog.text

@@ -38,7 +38,7 @@ from ..checkpoint import DEMO, DEMO_NOTE
 from ..errors import MTPError
 from ..text.schema import Json
 from . import DEFAULT
-from .api.common import Body
+from .api.common import Body, new_id
 from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
@@ -316,16 +316,17 @@ def _has_infinity(value: Any) -> bool:
 
 
 def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
-    """Count responses by status, log each request in one line, and add the headers of the page's files."""
+    """Count responses by status, log each request in one line, give each an id, and add the headers of the page's files."""
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        status, path = "no response", scope.get("path", "")
+        status, path, id = "no response", scope.get("path", ""), new_id("req")
 
         async def count(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
                 frontend.metrics["requests"].labels(message["status"]).inc()
+                MutableHeaders(scope=message).update({"x-request-id": id, "request-id": id})  # OpenAI's, Anthropic's
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             await send(message)
@@ -337,8 +338,10 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
             await app(scope, receive, count)
         finally:
             client = (scope.get("client") or ("unknown",))[0]
-            line = f'{client} - "{scope["method"]} {quote(path)}" {status}'  # a path may have line breaks
-            level = logging.DEBUG if path == "/health" else logging.INFO  # open pages ask for it every two seconds
+            line = f'{client} - "{scope["method"]} {quote(path)}" {status} {id}'  # a path may have line breaks
+            level = (
+                logging.DEBUG if scope["path"] == "/health" else logging.INFO
+            )  # open pages ask for it every two seconds
             logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
 
     return counted
