@@ -22,7 +22,8 @@ from ..core.models.mixin import MTPModel
 from ..errors import MTPError, MTPFileNotFoundError, as_mtp_error
 from ..files import check_folder
 from .config import Config, read_json
-from .reader import PREFIX, warn_once
+from .hub import warn_once
+from .reader import PREFIX
 
 CONFIG = "adapter_config.json"
 WEIGHTS, OWN_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"  # of peft, and of mlx-lm

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path, PurePosixPath
-from threading import Timer
 from typing import Any
 
 import huggingface_hub as hf
@@ -23,13 +23,17 @@ from .catalog import conversion_like, resolve
 WEIGHTS = "model*.safetensors"
 SHOWN = 5  # models of the cache in an error
 TRIES = 5  # for a body that breaks off
-PATIENCE = 5.0  # seconds without an answer of the hub, after which a line says so
 CARD = "README.md"
 SMALL_FILES = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != WEIGHTS]  # of mlx-lm
 HEAD_FILE = "mtp.safetensors"
 TOWER_FILE = "model-vision.safetensors"  # of a grafted tower; other programs read it as a file of the model
 
 log = logging.getLogger(__name__)
+
+
+@cache
+def warn_once(message: str) -> None:
+    log.warning(f"[WARNING] {message}")
 
 
 def fetch(path_or_hf_repo: str, revision: str | None, *files: str, weights: Sequence[str] | None = None) -> Path:
@@ -60,13 +64,16 @@ def cached_folder(name: str, revision: str | None, why: OSError, patterns: Seque
     the hub if there is none, or an error that tells which files it lacks.
     """
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns], local_files_only=True))
     except errors.IncompleteSnapshotError as e:
         missing = re.search(r"missing \((.*?)\)", str(e))
         lacks = f"the cache lacks {missing[1]}" if missing else first_line(e)
         raise MTPFileNotFoundError(f"{name} is not complete: {lacks}, and {_unreachable(why)[0]}.") from why
     except (OSError, ValueError, errors.EntryNotFoundError):
         raise why from why.__cause__
+    if not is_offline_mode():
+        warn_once(f"{name} is read from the cache: {_unreachable(why)[0]}.")
+    return folder
 
 
 def sizes_to_download(name: str, revision: str | None, patterns: Sequence[str]) -> dict[str, int]:
@@ -91,13 +98,8 @@ def _not_cached(name: str, revision: str | None, patterns: Sequence[str]) -> tup
 
 def list_files(name: str, revision: str | None) -> tuple[str, list[str]]:
     """The commit of a revision of a repository, and the names of its files, from the hub."""
-    silence = Timer(PATIENCE, log.warning, [f"[INFO] {name}: waiting for an answer of {constants.ENDPOINT}"])
     with hub_errors(name, revision):
-        silence.start()
-        try:
-            info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        finally:
-            silence.cancel()
+        info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         files = [file.rfilename for file in info.siblings or ()]
         if not re.fullmatch("[0-9a-f]{40}", str(info.sha)):
             raise MTPError(f"the commit is {info.sha!r}")

@@ -20,8 +20,8 @@ from ..errors import MTPError, MTPOSError
 from ..files import writing
 from .config import EXTRA_TENSORS, Config, text_config_of
 from .heads.formats import load_tensors, quantization_beside
-from .hub import HEAD_FILE, TOWER_FILE, check_path
-from .reader import INDEX_FILE, CheckpointReader, n_bytes, warn_once
+from .hub import HEAD_FILE, TOWER_FILE, check_path, warn_once
+from .reader import INDEX_FILE, CheckpointReader, n_bytes
 
 CLONE = ["cp", "-c"] if sys.platform == "darwin" else ["cp", "--reflink=always"]
 

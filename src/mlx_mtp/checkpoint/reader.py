@@ -4,13 +4,12 @@ On the hub, parts are read by HTTP range requests, all from the commit of the re
 among the model's tensors, in a file that the config or an index names, or in others.
 """
 
-import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatch
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, TypeVar
@@ -24,7 +23,18 @@ from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
 from .config import EXTRA_TENSORS, Config, canonical, head_names_in, parse_json
-from .hub import WEIGHTS, cached_folder, check_format, check_path, commit_of, download, fetch, is_inside, list_files
+from .hub import (
+    WEIGHTS,
+    cached_folder,
+    check_format,
+    check_path,
+    commit_of,
+    download,
+    fetch,
+    is_inside,
+    list_files,
+    warn_once,
+)
 
 T = TypeVar("T")
 FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quantized
@@ -35,8 +45,6 @@ OWN_LAYER = re.compile(r".*?((?:embed_tokens|lm_head)\.(weight|scales|biases))")
 DEPTH = 3  # of the folders in which a head may be
 AGAIN = "download it again, or delete the index"
 PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # which differs between layouts
-
-log = logging.getLogger(__name__)
 
 
 class Tensor(NamedTuple):
@@ -295,12 +303,6 @@ def _places(names: HeadNames, tensors: Mapping[str, T], is_bare: bool = False) -
 def _is_models(file: str) -> bool:
     """Whether mlx-lm loads this file."""
     return fnmatch(file, WEIGHTS) and "/" not in file
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Whatever the number of readers of a checkpoint."""
-    log.warning(f"[WARNING] {message}")
 
 
 def _check_inside(file: object, named_by: str, name: str) -> None:
