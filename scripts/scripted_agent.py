@@ -9,15 +9,13 @@ import os
 import re
 from typing import Any
 
-from mlx_mtp.server import frontend, serve
-from tests.support.scripted_server import install
+from tests.support.scripted_server import serve_script
 from tests.support.tool_texts import rendered
 
 COMMAND = "wc -l notes.txt > count.txt"
 PATCH = "*** Begin Patch\n*** Update File: notes.txt\n@@\n one\n-two\n+three\n*** End Patch\n"
 SHELL_PATCH = f"apply_patch <<'EOF'\n{PATCH}EOF"
 BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\ntwo\n=======\nthree\n>>>>>>> REPLACE\n```\nIt is done."
-encode = frontend.encode
 # Each step's drift of its call, as a pattern and what takes its place.
 DRIFTS = [
     ("<tool_call>\n", ""),
@@ -47,24 +45,17 @@ def _shell(tools: dict[str, Any], command: str) -> tuple[str, dict[str, Any]]:
     return "shell", {"command": ["bash", "-lc", command]}
 
 
-def next_text(messages: list[Any], tools: list[Any] | None) -> str:
-    if not tools:
-        return BLOCK if "SEARCH/REPLACE" in str(messages) else "A title."
-    script = steps({tool["function"]["name"]: tool["function"] for tool in tools})
-    n_done = sum(message["role"] == "tool" for message in messages)
+def next_text(request: Any) -> tuple[str, bool]:
+    """What the model says, and whether it thinks before."""
+    if not request.tools:
+        return BLOCK if "SEARCH/REPLACE" in str(request.messages) else "A title.", False
+    script = steps({tool["function"]["name"]: tool["function"] for tool in request.tools})
+    n_done = sum(message["role"] == "tool" for message in request.messages)
     said = "It is done." if n_done >= len(script) else rendered("I go on.", script[n_done : n_done + 1])
     if "AGENT_DRIFTS" in os.environ:
         said = re.sub(*DRIFTS[n_done % len(DRIFTS)], said)
-    return f"Step {n_done}.\n</think>\n\n{said}"
-
-
-def encode_scripted(tokenizer: Any, request: Any, *args: Any) -> Any:
-    text = next_text(request.messages, request.tools)
-    request.args.chat_template_kwargs = {"say": text, "enable_thinking": bool(request.tools)}
-    return encode(tokenizer, request, *args)
+    return f"Step {n_done}.\n</think>\n\n{said}", True
 
 
 if __name__ == "__main__":
-    install()  # a request then says what the model says
-    frontend.encode = encode_scripted
-    serve.main()
+    serve_script(next_text)

@@ -1,7 +1,9 @@
-"""What scripts and benchmarks share: their flags, and long texts."""
+"""What scripts and benchmarks share: their flags, long texts, and running without a network."""
 
 import argparse
 import inspect
+import os
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -28,3 +30,9 @@ def script_parser(doc: str | None, **flags: Any) -> argparse.ArgumentParser:
             options: dict[str, Any] = {"nargs": "+"} if is_list else {}
             parser.add_argument(*names, type=kind, default=default, help=f"{text} (default: {shown})", **options)
     return parser
+
+
+def run_without_network(module: str) -> None:
+    """Run this program again with ``--inside``, in a network namespace that has nothing but the loopback device, as root."""
+    again = [sys.executable, "-m", module, *sys.argv[1:], "--inside"]
+    os.execvp("unshare", ["unshare", "-n", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *again])

@@ -19,7 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.shared import script_parser
+from scripts.shared import run_without_network, script_parser
 from tests.support.server_process import serve
 from tests.support.tool_texts import make_model
 
@@ -104,8 +104,7 @@ def main() -> None:
     for name in names:
         check_version(CLIENTS[name], args.agents)
     if not args.inside:
-        again = [sys.executable, "-m", "scripts.try_agents", *sys.argv[1:], "--inside"]
-        os.execvp("unshare", ["unshare", "-n", "bash", "-c", 'ip link set lo up; exec "$@"', "bash", *again])
+        run_without_network("scripts.try_agents")
     if args.drifts:
         os.environ["AGENT_DRIFTS"] = "1"  # for the script, too
     n_failed = 0

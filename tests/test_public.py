@@ -121,7 +121,7 @@ def test_no_package_imports_its_own_main():
 
 
 def test_scripts_and_benchmarks_import_support_alone_of_the_tests():
-    files = [*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")]
+    files = [*ROOT.glob("scripts/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     text = "\n".join(file.read_text() for file in files)
     found = re.findall(r"^(?:from|import) (tests[.\w]*)", text, re.MULTILINE)
     assert found
