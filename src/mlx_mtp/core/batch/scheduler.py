@@ -60,7 +60,8 @@ class PrefillBudget:
         if not 0 <= min_decode_share < 1:
             raise MTPError(f"min_decode_share must be from 0 to below 1, not {min_decode_share}.")
         self.longest = self.LONGEST if on_metal() else math.inf
-        self.max_token_gap, self.ranks = max_token_gap, ranks
+        self.max_token_gap = max_token_gap
+        self.ranks = ranks
         self.decode_per_prefill = min_decode_share / (1 - min_decode_share)  # seconds of decoding for one of prefill
         sizes = [prefill_step_size >> i for i in range(prefill_step_size.bit_length())]
         self.sizes = [n for n in sizes if n >= min(self.SHORTEST, prefill_step_size)]  # the greatest first
@@ -82,7 +83,8 @@ class PrefillBudget:
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
         """(tokens to prefill, steps until the next choice)"""
-        seconds, speed = self.seconds(is_running), self.seconds_per_token
+        seconds = self.seconds(is_running)  # which forgets what is owed if nothing runs
+        speed = self.seconds_per_token
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
             return 0, math.ceil(n) - 1
@@ -132,8 +134,11 @@ class Scheduler:
         keeps_ended: bool = True,
         depth: Depth | None = None,
     ):
-        self.model, self.prefill_budget, self.stream = model, prefill_budget, stream
-        self.completion_batch_size, self.keeps_ended = completion_batch_size, keeps_ended
+        self.model = model
+        self.prefill_budget = prefill_budget
+        self.stream = stream
+        self.completion_batch_size = completion_batch_size
+        self.keeps_ended = keeps_ended
         self.prompts: deque[TextSequence] = deque()  # that wait
         self.planner = Planner(model, depth)
         self.decoder = Decoder(model, kv, self.planner.exchange)
@@ -177,26 +182,22 @@ class Scheduler:
 
     def step(self) -> tuple[list[TextSequence], list[Stepped]]:
         """Make a step of the sequences that generate -> those that joined before it, and the tokens of each."""
-        start, decoder, ready = time.perf_counter(), self.decoder, self._waiting(is_prefilled=True)
-        running = [s for s in decoder.sequences if s.end is None]
+        start = time.perf_counter()
+        ready = self._waiting(is_prefilled=True)
+        running = [s for s in self.decoder.sequences if s.end is None]
 
         def move() -> None:
             # Without ``keeps_ended``, a sequence leaves as soon as its last token is committed.
-            decoder.filter(
-                [
-                    s
-                    for s in running
-                    if self.keeps_ended or (s.end is None and not 0 <= s.task.max_tokens <= s.n_generated)
-                ]
-            )
+            self.decoder.filter([s for s in running if self.keeps_ended or (s.end is None and not s.is_complete)])
             if ready:
-                decoder.join(ready)
+                self.decoder.join(ready)
                 self.prompts = deque(s for s in self.prompts if s not in ready)
 
         with mx.stream(self.stream):
-            first = [decoder.begin(s) for s in ready if not ends_with_token(self.model, s)]
-            stepped = [*chain(*first), *step(decoder, self.planner, move)]
-        seconds, n_tokens = time.perf_counter() - start, sum(len(tokens) for _, tokens in stepped)
+            first = [self.decoder.begin(s) for s in ready if not ends_with_token(self.model, s)]
+            stepped = [*chain(*first), *step(self.decoder, self.planner, move)]
+        seconds = time.perf_counter() - start
+        n_tokens = sum(len(tokens) for _, tokens in stepped)
         self._counters.generation_tokens += n_tokens
         self._counters.decode_time += seconds
         self._counters.generation_steps += n_tokens > 0
@@ -213,31 +214,39 @@ class Scheduler:
 
     def prefill(self) -> list[PromptResponse]:
         """Prefill as many tokens of the waiting prompts as the budget allows between two steps."""
-        waiting, budget = self._waiting(is_prefilled=False), self.prefill_budget
+        waiting = self._waiting(is_prefilled=False)
         if not waiting:
             return []
-        s, is_running, start = waiting[0], self._n_free < self.completion_batch_size, time.perf_counter()
-        responses = list[PromptResponse]()
+        is_running = self._n_free < self.completion_batch_size
+        work = self._prefill if waiting[0].pending is None else self._embed
         with mx.stream(self.stream):
-            if s.pending is None:
-                responses = self._prefill(waiting, is_running)
-            elif (seconds := budget.seconds(is_running)) > 0:
-                self.at_work = s
-                if s.pending.advance(seconds):
-                    s.embeddings, s.pending = s.pending.array, None
-                budget.record(time.perf_counter() - start)
-                responses = [PromptResponse(s.task.uid, (s.n_prefilled, s.n_prompt), False, False)]
+            responses = work(waiting, is_running)
         if responses:
             self.planner.is_interrupted = True
         return responses
 
+    def _embed(self, waiting: list[TextSequence], is_running: bool) -> list[PromptResponse]:
+        """Compute a part of the embeddings of the first prompt."""
+        start = time.perf_counter()
+        s = self.at_work = waiting[0]
+        assert s.pending is not None
+        if (seconds := self.prefill_budget.seconds(is_running)) <= 0:
+            return []
+        if s.pending.advance(seconds):
+            s.embeddings, s.pending = s.pending.array, None
+        self.prefill_budget.record(time.perf_counter() - start)
+        return [PromptResponse(s.task.uid, (s.n_prefilled, s.n_prompt), False, False)]
+
     def _prefill(self, waiting: list[TextSequence], is_running: bool) -> list[PromptResponse]:
-        responses, n_cached = list[PromptResponse](), waiting[0].cache.n_tokens
+        """Prefill a chunk, of more than one prompt if they are short."""
+        responses = list[PromptResponse]()
+        n_cached = waiting[0].cache.n_tokens
         n = n_left = self.prefill_budget.next(n_cached, is_running)
         start = time.perf_counter()  # once all ranks know the number
         for s in waiting:
             if n_left > 0 and s.pending is None:
-                self.at_work, n_before, n_segments = s, s.n_prefilled, len(s.segments)
+                self.at_work = s
+                n_before, n_segments = s.n_prefilled, len(s.segments)
                 prefill_part(self.model, s, n_left)
                 n_left -= s.n_prefilled - n_before
                 ends_segment = len(s.segments) < n_segments

@@ -64,7 +64,8 @@ def digest(parameters: Iterable[tuple[str, mx.array]], settings: Any = None) -> 
 
     Of each tensor's bits, the sums of the columns, and the sum of its rows in their order, modulo 2**32, at memory speed.
     """
-    parameters, sums = sorted(parameters), list[mx.array]()
+    parameters = sorted(parameters)
+    sums = list[mx.array]()
     names = json.dumps([[(name, p.shape, str(p.dtype)) for name, p in parameters], settings], sort_keys=True)
     for _, p in parameters:
         rows = p.reshape(1, -1) if p.ndim < 2 else p

@@ -65,7 +65,8 @@ class Positions:
 
     def ids(self, begin: int, n: int) -> np.ndarray:
         """The positions of n tokens from an index on, [3, n]."""
-        tokens, shift = np.arange(n) + self.start + begin, 0
+        tokens = np.arange(n) + self.start + begin
+        shift = 0
         ids = np.tile(tokens, (3, 1))
         for image in self.images:
             inside = (tokens >= image.start) & (tokens < image.end)

@@ -36,7 +36,8 @@ class PromptCache:
     """A view of a prompt cache, a list of ``make_prompt_cache`` that belongs to the caller, with names for its entries."""
 
     def __init__(self, entries: list[Any], n_layers: int):
-        self.entries, self.n_layers = entries, n_layers
+        self.entries = entries
+        self.n_layers = n_layers
 
     @property
     def backbone(self) -> list[Any]:
@@ -183,10 +184,11 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
     for i, c in enumerate(cache.backbone):
         if isinstance(c, stock.ArraysCache) and type(c) is not RecurrentCache:
             entries[i] = RecurrentCache.from_state(c.state)
-    n, n_tokens, images = cache.n_recorded, cache.n_tokens, cache.images
-    if n > n_tokens:
+    n_tokens = cache.n_tokens
+    images = cache.images
+    if cache.n_recorded > n_tokens:
         raise misfit(n_layers + 1)
-    if n < n_tokens:
+    if cache.n_recorded < n_tokens:
         entries[n_layers:] = make_head_cache(model)
     elif cache.fingerprint[SIZE:] not in (b"", model.fingerprint()[SIZE:]) or model.head_layer is None:
         entries[n_layers] = empty_head(model)
@@ -194,7 +196,8 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
         max_offset = 0 if cache.last_hidden is None else n_tokens - 1
         if not are_keys(cache.head, model.head_layer, may_be_quantized=False) or cache.head.offset > max_offset:
             raise misfit(n_layers)
-    entries[-1][FINGERPRINT], cache.images = mx.array([*model.fingerprint()], mx.uint8), images
+    entries[-1][FINGERPRINT] = mx.array([*model.fingerprint()], mx.uint8)
+    cache.images = images
     evaluate([vars(c) for c in entries])  # those of a file are read now, and not while a pass waits
     if cache.last_hidden is not None and not mx.isfinite(cache.last_hidden).all():  # it depends on all of the others
         raise NotANumberError
@@ -218,7 +221,7 @@ def place_images(model: Any, cache: PromptCache, images: Iterable[ImageSpan], ar
 
 def _check_owner(model: Any, cache: PromptCache) -> None:
     """Raise an MTPError if the cache is from another model or rank, or in use by a generation."""
-    i, last = len(cache.entries) - 1, cache.entries[-1]
+    last = cache.entries[-1]
     if isinstance(last, stock.ArraysCache) and isinstance(last.cache, list):
         last.cache += [None] * (IMAGES + 1 - len(last.cache))  # an earlier version had fewer
     wanted = {
@@ -230,11 +233,11 @@ def _check_owner(model: Any, cache: PromptCache) -> None:
         IMAGES: ((None, 3), (mx.int32,)),
     }
     if not are_arrays(last, *wanted.values()) or max(cache.text, default=0) >= model.vocab_size:
-        raise misfit(i)
+        raise misfit(cache.n_layers + 1)
     try:
         check_images(cache.images)
     except MTPError as e:
-        raise misfit(i) from e
+        raise misfit(cache.n_layers + 1) from e
     if (part := _listed(last[PART])) != part_of(model):
         raise MTPError(
             f"The prompt cache belongs to {_name(part)} and this is {_name(part_of(model))}: "

@@ -46,8 +46,9 @@ class KVOptions:
         As in mlx-lm's ``generate_step`` with its own chunks, whatever the chunks here: after a multiple of 2,048 tokens, before
         the last token of the prompt, or after any later token, and at least one token is read before.
         """
-        first, end = max(self.quantized_kv_start, n_cached + 1), n_cached + n_prompt - 1
-        return replace(self, quantized_kv_start=first if first > end else min(-(-first // EVERY) * EVERY, end))
+        first = max(self.quantized_kv_start, n_cached + 1)
+        last = n_cached + n_prompt - 1
+        return replace(self, quantized_kv_start=first if first > last else min(-(-first // EVERY) * EVERY, last))
 
     def at(self, n_tokens: int) -> dict[str, int]:
         """The bits and the group size of a text of so many tokens, as arguments; empty if it is not quantized."""
@@ -109,7 +110,9 @@ class KVRows:
     """The arrays [B, H, S, D] of an attention layer, named as those of ``like``, a cache of the layer."""
 
     def __init__(self, like: Any):
-        self.ends, self.names, self.kind = Ends(), names_of(like), type(like)
+        self.ends = Ends()
+        self.names = names_of(like)
+        self.kind = type(like)
         for name in self.names:
             setattr(self, name, None)
         if hasattr(like, "bits"):  # for mlx-lm's attention as well
@@ -131,13 +134,13 @@ class KVRows:
     def update_and_fetch(self, *new: mx.array) -> tuple[Any, ...]:
         """Add the arrays of T tokens of each row, [B, H, T, D] each -> those of all tokens, [B, H, n, D]"""
         n = self.ends.longest + new[0].shape[2]
-        for name, held, x in zip(self.names, self.arrays, new):
+        for name, array, x in zip(self.names, self.arrays, new):
             parts: Any = x
             if name in NAMES and hasattr(self, "bits"):
                 parts = mx.quantize(x, self.group_size, self.bits)
-                held = held or [None] * len(parts)
-            setattr(self, name, tree_map(lambda part, own: self._added(own, part, n), parts, held))
-        return tuple(tree_map(lambda x: x[..., :n, :], held) for held in self.arrays)
+                array = array or [None] * len(parts)
+            setattr(self, name, tree_map(lambda part, before: self._added(before, part, n), parts, array))
+        return tuple(tree_map(lambda x: x[..., :n, :], array) for array in self.arrays)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """The columns that each of N tokens attends to, up to itself: [B, 1, N, n], ``"causal"``, or ``None`` for all."""
@@ -147,35 +150,38 @@ class KVRows:
         return (mx.arange(self.ends.longest + N) <= columns[..., None])[:, None]
 
     def _added(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
-        """The held array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
-        held, T = enlarged(held, new, n), new.shape[2]
+        """The array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
+        array = enlarged(held, new, n)
+        T = new.shape[2]
         if self.ends.are_equal:
-            held[..., n - T : n, :] = new
+            array[..., n - T : n, :] = new
         else:
             rows, columns = self.ends.next(T)
-            held[rows, :, columns] = new.transpose(0, 2, 1, 3)  # [B, T, H, D]
-        return held
+            array[rows, :, columns] = new.transpose(0, 2, 1, 3)  # [B, T, H, D]
+        return array
 
     def join(self, caches: list[Any], ends: Ends) -> None:
         """Add a row for each ``KVCache`` to those held so far, which have these ends."""
-        sizes, lengths = [len(ends.lengths), *[1] * len(caches)], [ends.longest, *(c.offset for c in caches)]
+        sizes = [len(ends.lengths), *[1] * len(caches)]
+        lengths = [ends.longest, *(c.offset for c in caches)]
         for name in self.names:
             setattr(self, name, _stacked([getattr(c, name) for c in (self, *caches)], sizes, lengths))
 
     def filter(self, keep: list[int], longest: int) -> None:
         """Keep these rows, the ``longest`` of which has so many tokens."""
-        rows, size = mx.array(keep), size_of(longest)
-        for name, held in zip(self.names, self.arrays):
-            if held is not None:
-                setattr(self, name, tree_map(lambda x: x[rows, :, :size], held))
+        rows = mx.array(keep)
+        for name, array in zip(self.names, self.arrays):
+            if array is not None:
+                setattr(self, name, tree_map(lambda x: x[rows, :, : size_of(longest)], array))
 
     def extract(self, b: int, n: int) -> Any:
         """The first n tokens of row b. A row that is alone shares its arrays: copy the cache if both go on."""
         cache = self.kind(self.group_size, self.bits) if hasattr(self, "bits") else self.kind()
         if n > 0:
-            for name, held in zip(self.names, self.arrays):
-                own = tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), held)
-                setattr(cache, name, own)
+            for name, array in zip(self.names, self.arrays):
+                setattr(
+                    cache, name, tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), array)
+                )
             cache.offset = n
         return cache
 
@@ -184,7 +190,8 @@ class MixedKVRows(KVRows):
     """The keys and values of a layer some of whose rows are quantized, in parts. Attention is computed for each by itself."""
 
     def __init__(self, parts: list[tuple[list[int], KVRows]]):
-        self.ends, self.parts = Ends(), parts
+        self.ends = Ends()
+        self.parts = parts
 
     @property
     def nbytes(self) -> int:
@@ -242,7 +249,8 @@ class Rows:
     """The caches of the sequences in a pass, which is in flight, over ``in_flight`` tokens of each row, until ``keep``."""
 
     def __init__(self, model: Any, kv: KVOptions):
-        self.kv, self.in_flight = kv, 0
+        self.kv = kv
+        self.in_flight = 0
         entries = [c if isinstance(c, RecurrentCache) else KVRows(c) for c in model.make_cache()]
         self.recurrent = [c for c in entries if isinstance(c, RecurrentCache)]
         self.state = RowsState(Ends(), self.states, entries)  # without the pass in flight
@@ -281,11 +289,11 @@ class Rows:
 
     def run(self, model: Any, tokens: mx.array, **options: Any) -> Any:
         """Start a pass of the model over the next tokens [B, n] -> its output."""
-        self.in_flight, states = 0, iter(self.state.recurrent)
+        self.in_flight = 0
+        for c, arrays in zip(self.recurrent, self.state.recurrent):
+            c.cache, c.split = [*arrays], None
         for c in self.entries:
-            if isinstance(c, RecurrentCache):
-                c.cache, c.split = [*next(states)], None
-            else:
+            if isinstance(c, KVRows):
                 c.ends = self.state.ends
         out = model(tokens, cache=self.entries, **options)
         self.in_flight = tokens.shape[1]
@@ -298,14 +306,17 @@ class Rows:
         """
         if self.in_flight == 0:
             return
-        ends, recurrent = self.state.ends.plus(kept), self._after(kept)
-        entries, starts = self.entries, self.state.starts
-        due = [n >= start for n, start in zip(ends.lengths, starts)]
+        ends = self.state.ends.plus(kept)
+        state = replace(self.state, ends=ends, recurrent=self._after(kept))
+        due = [n >= start for n, start in zip(ends.lengths, state.starts)]
         if any(due):
             rows = [*enumerate(ends.lengths)]
-            entries = [rows_of([self._row(c, *row) for row in rows]) if isinstance(c, KVRows) else c for c in entries]
-            starts = tuple(math.inf if is_due else start for start, is_due in zip(starts, due))
-        self.state, self.in_flight = RowsState(ends, recurrent, entries, starts), 0
+            entries = [
+                rows_of([self._row(c, *row) for row in rows]) if isinstance(c, KVRows) else c for c in self.entries
+            ]
+            starts = [math.inf if is_due else start for start, is_due in zip(state.starts, due)]
+            state = replace(state, entries=entries, starts=tuple(starts))
+        self.state, self.in_flight = state, 0
 
     def _after(self, kept: Sequence[int]) -> list[list[Any]]:
         """The arrays of the recurrent layers after the first ``kept[b]`` tokens of row b in the pass in flight."""
@@ -323,29 +334,33 @@ class Rows:
 
     def join(self, caches: list[PromptCache], kvs: Sequence[KVOptions]) -> None:
         """Add a row for each prompt cache, with the quantization of its text."""
-        held, states, sizes = self.state, iter(self.state.recurrent), [len(self.n_tokens), *[1] * len(caches)]
-        recurrent, entries = [], list[Any]()
-        for entry, *new in zip(held.entries, *(c.backbone for c in caches)):
+        state = self.state
+        states = iter(state.recurrent)
+        sizes = [len(self.n_tokens), *[1] * len(caches)]
+        recurrent, entries = list[Any](), list[Any]()
+        for entry, *new in zip(state.entries, *(c.backbone for c in caches)):
             if isinstance(entry, RecurrentCache):
-                recurrent.append([_stacked(own, sizes) for own in zip(next(states), *(c.cache for c in new))])
+                recurrent.append([_stacked(arrays, sizes) for arrays in zip(next(states), *(c.cache for c in new))])
             elif type(entry) is KVRows and all(hasattr(c, "bits") is hasattr(entry, "bits") for c in new):
-                entry.join(new, held.ends)
+                entry.join(new, state.ends)
             else:
                 entry = rows_of([*(entry.extract(b, n) for b, n in enumerate(self.n_tokens)), *new])
             entries.append(entry)
         shifts = tuple(sum(image.shift for image in c.images) for c in caches)
-        ends = held.ends.joined(Ends(tuple(c.n_tokens for c in caches), shifts))
+        ends = state.ends.joined(Ends(tuple(c.n_tokens for c in caches), shifts))
         starts = [
             math.inf
             if kv.kv_bits is None or any(hasattr(entry, "bits") for entry in c.backbone)
             else kv.quantized_kv_start
             for c, kv in zip(caches, kvs)
         ]
-        self.state = RowsState(ends, recurrent, entries, (*held.starts, *starts))
+        self.state = RowsState(ends, recurrent, entries, (*state.starts, *starts))
 
     def filter(self, keep: list[int]) -> None:
         """Keep these rows."""
-        ends, rows, entries = self.state.ends.of(keep), mx.array(keep), self.entries[:]
+        ends = self.state.ends.of(keep)
+        rows = mx.array(keep)
+        entries = [*self.entries]
         for i, entry in enumerate(entries):
             if isinstance(entry, MixedKVRows):
                 entries[i] = rows_of([entry.extract(b, self.n_tokens[b]) for b in keep])
@@ -356,13 +371,13 @@ class Rows:
 
     def extract(self, b: int, n: int) -> list[Any]:
         """The first n tokens of row b as a cache for each layer, with a pass in flight up to its first token."""
-        states, caches = iter(self.state.recurrent), list[Any]()
-        if n > self.n_tokens[b]:
-            states = iter(self._after([1] * len(self.n_tokens)))
+        has_first = n > self.n_tokens[b]
+        states = iter(self._after([1] * len(self.n_tokens)) if has_first else self.state.recurrent)
+        caches = list[Any]()
         for c in self.entries:
             if isinstance(c, RecurrentCache):
-                own = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]
-                caches.append(RecurrentCache.from_state((own, None, None)))
+                arrays = [None if x is None else mx.contiguous(x[b : b + 1]) for x in next(states)]
+                caches.append(RecurrentCache.from_state((arrays, None, None)))
             else:
                 caches.append(self._row(c, b, n))
         return caches

@@ -49,7 +49,9 @@ def are_keys(entry: Any, layer: Any, may_be_quantized: bool = True) -> bool:
     is_quantized = may_be_quantized and isinstance(entry, stock.QuantizedKVCache)
     if not is_quantized and not isinstance(entry, stock.KVCache):
         return False
-    n, sizes, S = entry.offset, layer.row_sizes, None  # S: the allocated length, the same in keys and values
+    n = entry.offset
+    sizes = layer.row_sizes
+    S: int | None = None  # the allocated length, the same in keys and values
     if type(n) is not int or n < 0:
         return False
     if n == 0 and all(getattr(entry, name, None) is None for name in sizes):

@@ -4,6 +4,7 @@ No move changes the keys, values and states of the tokens before the window, so 
 sequences join or leave. The moves do not depend on samplers, layers, the head's architecture or stop conditions.
 """
 
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -37,7 +38,9 @@ class Decoder:
             raise MTPError(
                 f"kv_bits={kv.kv_bits} is refused: attention to quantized keys and values is wrong on this device. Omit it."
             )
-        self.model, self.kv, self.exchange = model, kv, exchange
+        self.model = model
+        self.kv = kv
+        self.exchange = exchange
         self.clear()
 
     def __len__(self) -> int:
@@ -50,12 +53,14 @@ class Decoder:
 
     def _reset(self) -> None:
         self.sequences: list[TextSequence] = []
-        self.cache, self.compiler = Rows(self.model, self.kv), Compiler()
+        self.cache = Rows(self.model, self.kv)
+        self.compiler = Compiler()
         self.drafter = HeadDrafter(self.model, self.compiler)
         self.tokens = mx.zeros((0, 1), mx.uint32)
         self.hidden: Hidden = ()
         self.window: Window | None = None  # the verify pass in flight
-        self.kept: list[int] | None = None  # of its tokens by each sequence, once its drafts are accepted or rejected
+        # The number of tokens of the window that each sequence keeps, once its drafts are accepted or rejected
+        self.kept: list[int] | None = None
         self.n_since_clear = 0  # tokens committed since MLX's buffer cache was last cleared
 
     @property
@@ -72,20 +77,20 @@ class Decoder:
 
     def read(self, choice: Choice) -> Step:
         """Wait for the tokens that the target model has chosen, and let the sequences take them."""
-        window, every = choice.window, list[int]()
-        if len(window.drafts) > 0:
+        sequences, made = choice.window.sequences, choice.window.drafts.made
+        if len(choice.window.drafts) > 0:
             mx.eval(choice.chosen, choice.accepted)
         chosen: Any = choice.chosen.tolist()
         flags: Any = choice.accepted.tolist()
-        n_accepted, tokens = [], []
-        for b, (s, plan) in enumerate(zip(window.sequences, window.drafts.made)):
+        n_accepted, tokens = list[int](), list[list[int]]()
+        for b, (s, plan) in enumerate(zip(sequences, made)):
             if s.end is None and (token := chosen[b][0]) >= (n := self.model.vocab_size):
                 wrong = f"The sampler chose the token {token}, and the model's are 0 to {n - 1}."
                 s.end = NotANumberError() if token == NO_NUMBER else MTPError(wrong)
             is_running = s.end is None
             n_accepted.append(n_leading(flags[b][: plan.k]) if is_running else 0)
             tokens.append(s.take(chosen[b][: n_accepted[b] + 1], plan, n_accepted[b]) if is_running else [])
-            every += tokens[b]
+        every = [*chain(*tokens)]
         if self.exchange is not None:
             self.exchange.receive(every)
         self.drafter.observe(every)
@@ -168,12 +173,13 @@ class Decoder:
 
     def join(self, sequences: list[TextSequence]) -> None:
         self.roll_back()
-        self.compiler.forget()  # what changed in the model since the other sequences began is seen from here on
+        self.compiler.forget()  # From here on, changes in the model since the other sequences began are seen.
         tokens = mx.array([[s.take_last()] for s in sequences], mx.uint32)  # [B, 1]
         self.cache.join([s.cache for s in sequences], [s.kv for s in sequences])
         self.drafter.join([s.cache for s in sequences], tokens)
         hidden = [None if s.cache.last_hidden is None else (s.cache.last_hidden, 0, 0) for s in sequences]
-        self.tokens, self.hidden = mx.concatenate([self.tokens, tokens]), (*self.hidden, *hidden)
+        self.tokens = mx.concatenate([self.tokens, tokens])
+        self.hidden = (*self.hidden, *hidden)
         self.sequences = [*self.sequences, *sequences]
         for s in sequences:
             # MLX writes in place only if nobody else holds an array.
@@ -192,7 +198,8 @@ class Decoder:
         self.roll_back()
         self.drafter.filter(keep)
         self.cache.filter(keep)
-        self.tokens, self.hidden = self.tokens[mx.array(keep)], tuple(self.hidden[b] for b in keep)
+        self.tokens = self.tokens[mx.array(keep)]
+        self.hidden = tuple(self.hidden[b] for b in keep)
         self.sequences = [self.sequences[b] for b in keep]
         self.drafter.forget(token for s in self.sequences for token in s.text)
 
@@ -200,20 +207,21 @@ class Decoder:
         """Put up to n tokens of a sequence into a prompt cache -> their number. The last one may be the first of the window in
         flight, which the target model has chosen.
         """
-        b, window = self.sequences.index(sequence), None
-        n_before, held = self.cache.n_tokens[b], self.hidden[b]
-        if self.cache.in_flight > 0 and n > n_before and (window := self.window) is not None:
-            held = window.hidden, b, 0
-        n = n_before + (window is not None)
-        cache.entries[:-1] = [*self.cache.extract(b, n), self.drafter.extract(b, n)]
-        cache.begin(n)
+        b = self.sequences.index(sequence)
+        n_tokens = self.cache.n_tokens[b]
+        last = self.hidden[b]
+        if self.cache.in_flight > 0 and n > n_tokens and self.window is not None:
+            n_tokens += 1
+            last = self.window.hidden, b, 0
+        cache.entries[:-1] = [*self.cache.extract(b, n_tokens), self.drafter.extract(b, n_tokens)]
+        cache.begin(n_tokens)
         cache.images = sequence.images
-        if held is not None:
-            hidden, row, column = held
+        if last is not None:
+            hidden, row, column = last
             cache.last_hidden = mx.contiguous(hidden[row : row + 1, column : column + 1])
-        # Now: until then they keep the caches of all sequences alive, and another thread cannot evaluate arrays of this one.
+        # Until they are evaluated, they keep the caches of all sequences alive, and no other thread can evaluate them.
         mx.async_eval([c.state for c in cache.entries])
-        return n
+        return n_tokens
 
 
 def draft_limits(decoder: Decoder) -> list[int]:
@@ -221,12 +229,13 @@ def draft_limits(decoder: Decoder) -> list[int]:
 
     No window is wider than those that the test of the device found right for any row: all rows have the columns of the longest.
     """
-    cache, device = decoder.cache, decoder.model.device
+    cache = decoder.cache
+    device = decoder.model.device
     n_tokens = cache.n_tokens if decoder.kept is None else cache.state.ends.plus(decoder.kept).lengths
     most = MAX_COPY_TOKENS
     if min(device.widest.values()) < MAX_WINDOW:
-        each = zip(decoder.sequences, n_tokens, cache.bits)
-        bits = [held or s.kv.at(n).get("kv_bits") for s, n, held in each]
+        of_each = zip(decoder.sequences, n_tokens, cache.bits)
+        bits = [own or s.kv.at(n).get("kv_bits") for s, n, own in of_each]
         most = max(min(map(device.max_window, bits), default=1) - 1, 0)
     limits = []
     for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):
@@ -236,7 +245,9 @@ def draft_limits(decoder: Decoder) -> list[int]:
         k = most if s.end is None and has_input and not is_first else 0
         if s.task.max_tokens >= 0:
             k = max(min(k, s.task.max_tokens - s.n_generated - 1), 0)
-        if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:  # after a token, never within a window
+        if (
+            s.kv.kv_bits is not None and n < s.kv.quantized_kv_start
+        ):  # A text is quantized after a token, never in a window.
             k = min(k, s.kv.quantized_kv_start - n - 1)
         limits.append(k)
     return limits

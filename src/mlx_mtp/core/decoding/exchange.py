@@ -22,7 +22,8 @@ class Exchange:
     """Keeps ``times`` equal to rank 0's."""
 
     def __init__(self, ranks: Ranks, times: StepTimes):
-        self.ranks, self.times = ranks, times
+        self.ranks = ranks
+        self.times = times
         self.unsent: deque[float] = deque()  # this rank's seconds of steps
         self.received: deque[float] = deque()  # rank 0's
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds

@@ -64,7 +64,8 @@ class Planner:
         self.is_interrupted = True  # other work, such as prefill, took time since the latest step that was observed
 
     def next(self, decoder: Decoder) -> WindowPlan:
-        sequences, n_tokens = decoder.sequences, max(decoder.cache.n_tokens)
+        sequences = decoder.sequences
+        n_tokens = max(decoder.cache.n_tokens)
         offers = [(s, s.drafting.offers(limit, s.n_unobserved)) for s, limit in zip(sequences, draft_limits(decoder))]
         n_given = max(
             (len(offer.get(HEAD, ())) for s, offer in offers if s.drafting.fixed(HEAD) is not None), default=0
@@ -91,11 +92,13 @@ class Planner:
 
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""
-        window, before = step.choice.window, self.last_end
+        window = step.choice.window
+        plan = window.plan
+        n = len(window.sequences)
+        before = self.last_end
         self.last_end = End(window.sequences, perf_counter(), n_traces())
         seconds = self.last_end.time - before.time
-        has_trace = self.last_end.n_traces > before.n_traces  # a new shape was traced, and its kernels were compiled
-        plan, n = window.plan, len(window.sequences)
+        has_trace = self.last_end.n_traces > before.n_traces  # A new shape was traced, and its kernels were compiled.
         for s, own, n_accepted, count in zip(window.sequences, plan.of_each, step.n_accepted, step.counts):
             if s in before.sequences and not has_trace:
                 s.drafting.counts.n_timed += count
@@ -113,7 +116,8 @@ class Planner:
         if not self.is_interrupted or n > 1 or len(self.latest) > 2:  # the first step of a text alone also prefills
             mean = sum(step.n_accepted) / n
             self._observe(Observation(plan.whole, mean, is_clear, self.is_alone, n, plan.n_tokens), seconds)
-        self.is_interrupted, self.is_alone = False, True
+        self.is_interrupted = False
+        self.is_alone = True
 
     def _observe(self, observation: Observation, seconds: float) -> None:
         """Pass a step to the ``Depth``; on several ranks, the steps whose seconds rank 0 has sent meanwhile."""

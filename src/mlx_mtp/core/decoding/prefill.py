@@ -18,13 +18,13 @@ from .sequence import TextSequence
 
 def prefill_part(model: MTPModel, s: TextSequence, max_tokens: int) -> tuple[mx.array, mx.array]:
     """Prefill up to ``max_tokens`` tokens of a sequence's prompt, at most to the end of a segment -> as ``prefill_chunk``."""
-    cache, n_cached = s.cache, s.cache.n_tokens
+    cache = s.cache
+    n_cached = cache.n_tokens
     tokens = s.segments[0][: s.kv.end_of_chunk(n_cached, max_tokens) - n_cached]
-    n = len(tokens)
-    own = None if s.embeddings is None else s.embeddings[:n]
+    embeddings = None if s.embeddings is None else s.embeddings[: len(tokens)]
     cache.images = s.images
-    out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), own, s.kv)
-    s.take_prompt(n)
+    out = prefill_chunk(model, cache, mx.array(tokens, mx.uint32), embeddings, s.kv)
+    s.take_prompt(len(tokens))
     cache.record(cache.n_tokens, s.text_of(cache.n_tokens))
     return out
 
@@ -36,17 +36,19 @@ def prefill_chunk(
     [1, 1, H]. After an error or an interrupt, the caches have none of these tokens.
     """
     options: dict[str, Any] = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-    # Before the pass, which changes them.
-    positions, before, n = cache.positions(cache.first_position), snapshot(cache.entries), cache.n_tokens
+    # All three are of the cache before the pass, which changes it.
+    positions = cache.positions(cache.first_position)
+    before = snapshot(cache.entries)
+    n = cache.n_tokens
     try:
         logits, hidden = model(tokens[None], cache=cache.entries, return_hidden=True, **options)  # [1, T, H]
         # The head's inputs are a token and the hidden state before it. The first token's is from an earlier call, if any.
-        hidden_before, last = hidden[:, :-1], cache.last_hidden
-        if last is not None:
-            hidden_before = mx.concatenate([last, hidden_before], axis=1)
+        hidden_before = hidden[:, :-1]
+        if cache.last_hidden is not None:
+            hidden_before = mx.concatenate([cache.last_hidden, hidden_before], axis=1)
         if has_head(model) and (t := hidden_before.shape[1]) > 0:
-            own = None if embeddings is None else embeddings[None, -t:]
-            run_head(model, hidden_before, tokens[None, -t:], cache.head, own, positions)
+            of_tokens = None if embeddings is None else embeddings[None, -t:]
+            run_head(model, hidden_before, tokens[None, -t:], cache.head, of_tokens, positions)
         cache.last_hidden = mx.contiguous(hidden[:, -1:])
         quantized = cache.backbone
         maybe_quantize_kv_cache(quantized, **vars(kv))

@@ -119,6 +119,11 @@ class TextSequence:
         return self.n_generated - self.n_observed
 
     @property
+    def is_complete(self) -> bool:
+        """Whether its last token is committed, although the host may not know it yet."""
+        return 0 <= self.task.max_tokens <= self.n_generated
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether its prompt is prefilled except for the last token."""
         return len(self.segments) <= 1 and self.pending is None

@@ -89,11 +89,12 @@ class Step:
 
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
-    sequences, (B, T, V) = window.sequences, window.logits.shape
-    made, drafts = window.drafts.made, window.drafts.tokens
+    sequences, made = window.sequences, window.drafts.made
+    B, T, V = window.logits.shape
     is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
-    (logprobs, are_numbers), groups = normalized(window.logits), groups_of(sequences)
+    logprobs, are_numbers = normalized(window.logits)
+    groups = groups_of(sequences)
     own_logprobs: dict[int, mx.array] = {}
     for members, proposals in zip(groups, window.drafts.proposals or [[]] * len(groups)):
         running = [sequences[b] for b in members if sequences[b].end is None]
@@ -101,15 +102,18 @@ def choose(window: Window) -> Choice:
             continue
         try:
             with restoring_random_state():
-                (first, *_), own = members, of_members(logprobs, members)
+                first, *_ = members
+                of_group = of_members(logprobs, members)
                 if sequences[first].task.options.logits_processors:
-                    own, own_numbers = _processed(window, first)
-                    own_logprobs[first], are_numbers = own, with_rows(are_numbers, members, own_numbers)
-                n = min(max(made[b].k for b in members) + 1, own.shape[1])
-                drafted = of_members(drafts, members)[:, : n - 1] if n > 1 else mx.zeros((len(members), 0), mx.uint32)
-                of_each = [(sequences[b], made[b]) for b in members]
-                texts = [Drafted(s.drafting.acceptance, s.n_generated, own.k, own.skips_head) for s, own in of_each]
-                verdict = sequences[first].drafting.acceptance.accept(texts, own[:, :n], drafted, proposals)
+                    of_group, of_group_are_numbers = _processed(window, first)
+                    own_logprobs[first] = of_group
+                    are_numbers = with_rows(are_numbers, members, of_group_are_numbers)
+                n = min(max(made[b].k for b in members) + 1, of_group.shape[1])
+                none = mx.zeros((len(members), 0), mx.uint32)
+                drafts = of_members(window.drafts.tokens, members)[:, : n - 1] if n > 1 else none
+                each = [(sequences[b], made[b]) for b in members]
+                texts = [Drafted(s.drafting.acceptance, s.n_generated, plan.k, plan.skips_head) for s, plan in each]
+                verdict = sequences[first].drafting.acceptance.accept(texts, of_group[:, :n], drafts, proposals)
                 tokens = with_rows(tokens, members, verdict.tokens)
                 accepted = with_rows(accepted, members, verdict.accepted)
         except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
@@ -123,11 +127,13 @@ def choose(window: Window) -> Choice:
 
 def _processed(window: Window, b: int) -> tuple[mx.array, mx.array]:
     """As ``normalized`` of a sequence with logits processors, [1, n, V] and [1, n]: up to a position where one raises."""
-    s, logits, drafts = window.sequences[b], window.logits[b : b + 1], window.drafts.tokens
-    # [1, V], as mlx-lm hands it to processors, and an array of its own, since penalties write into it.
-    positions = range(window.drafts.made[b].k + 1)
-    processed = until_error(lambda t: s.process(logits[:, t], drafts[b, :t] if t > 0 else NO_TOKENS), positions)
-    return normalized(mx.stack(processed, axis=1))
+    s, drafts = window.sequences[b], window.drafts.tokens
+
+    def process(t: int) -> mx.array:
+        # The logits are [1, V], as mlx-lm hands them to processors, and an array of their own: penalties write into it.
+        return s.process(window.logits[b : b + 1, t], drafts[b, :t] if t > 0 else NO_TOKENS)
+
+    return normalized(mx.stack(until_error(process, range(window.drafts.made[b].k + 1)), axis=1))
 
 
 def groups_of(sequences: list[TextSequence]) -> list[list[int]]:
