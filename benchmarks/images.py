@@ -18,10 +18,10 @@ from mlx_lm.generate import generate_step
 from tqdm import tqdm
 
 import mlx_mtp
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.images.prompt import PLACEHOLDER, ImagePrompt, read_images
 from scripts.shared import script_parser
+from tests.support.decoding import prefill
 
 NOT_SEEN = "images not seen"
 RUNS = ("images seen", NOT_SEEN)

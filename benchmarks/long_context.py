@@ -26,10 +26,10 @@ from mlx_mtp import DEMO, load, make_prompt_cache, mtp_generate_step
 from mlx_mtp.checkpoint.checks.dtype import dtype_of
 from mlx_mtp.checkpoint.checks.kernels import seconds_of_a_key
 from mlx_mtp.cli.display import table
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.prompts import encode, python_beginnings
 from scripts.shared import script_parser
+from tests.support.decoding import prefill
 
 WIDE = {
     **COMMON, "model_type": "qwen3_5", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072,

@@ -18,9 +18,9 @@ import mlx_mtp
 from benchmarks.timing import seconds
 from mlx_mtp import PromptStore
 from mlx_mtp.cli.display import table
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.prompt_store.store import choose_cuts
 from scripts.shared import script_parser
+from tests.support.decoding import prefill
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,8 +23,7 @@ from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.decoding import head
 from mlx_mtp.core.decoding.decoder import Decoder
-from mlx_mtp.core.drafts.lm_head import DraftLMHead
-from mlx_mtp.core.drafts.settings import DraftSettings
+from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from mlx_mtp.core.sampling.sampler import Sampler
 from mlx_mtp.errors import FAILED_PASS
 from tests.support.batches import AT_ONCE, Fault, faulty, run

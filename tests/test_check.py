@@ -11,7 +11,7 @@ import pytest
 from mlx_mtp import DEMO, TextOptions, make_prompt_cache
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.recurrent import RecurrentCache
-from mlx_mtp.core.layers.device import DevicePasses
+from mlx_mtp.core.layers.passes import DevicePasses
 from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, check
 from tests.support.commands import run_command

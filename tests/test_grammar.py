@@ -18,8 +18,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 import mlx_mtp
 from mlx_mtp import DraftCounts, make_grammar, make_sampler
-from mlx_mtp.core.drafts.lm_head import DraftLMHead
-from mlx_mtp.core.drafts.settings import DraftSettings
+from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from mlx_mtp.errors import MTPError
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar

@@ -21,8 +21,7 @@ from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import recurrent as cache
 from mlx_mtp.core.caches.prompt_cache import PromptCache
 from mlx_mtp.core.decoding import decoder, head, loop, prefill, sequence
-from mlx_mtp.core.drafts.lm_head import DraftLMHead
-from mlx_mtp.core.drafts.settings import DraftSettings
+from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from tests.support.decoding import PROMPT, assert_cache_of, assert_head_rows, head_rows, mtp, plain
 from tests.support.models import FLASH, deep_model, tiny_model
 from tests.support.profiles import LONG

@@ -12,13 +12,12 @@ from mlx_lm.generate import generate_step, generation_stream
 
 import mlx_mtp
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.decoding import decoder
 from mlx_mtp.core.decoding.counts import DraftCounts
 from mlx_mtp.core.pacing.depth import Depth
 from mlx_mtp.core.pacing.step_times import Plan
-from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain
+from tests.support.decoding import PROMPT, assert_cache_of, mtp, plain, prefill
 from tests.support.models import DATA, load_reference, model_of
 from tests.support.profiles import LONG
 from tests.support.scripted import Scripted

@@ -19,13 +19,13 @@ from mlx_mtp.checkpoint.checks import self_test
 from mlx_mtp.checkpoint.checks.memory import check_memory, needs_of_checkpoint
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.reader import CheckpointReader, Tensor
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.models.head_weights import is_head
 from mlx_mtp.memory import STEP, Account, needs_of, sizes_of
 from mlx_mtp.server.request import ApiError
 from tests.support.batches import AT_ONCE
 from tests.support.checkpoints import edit, write_tiny
 from tests.support.commands import refused
+from tests.support.decoding import prefill
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
 from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model

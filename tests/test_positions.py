@@ -9,7 +9,6 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from mlx_mtp import make_prompt_cache, mtp_generate_step
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.batch.generator import BatchGenerator
 from mlx_mtp.core.caches.positions import ImageSpan, Positions
 from mlx_mtp.core.caches.prompt_cache import PromptCache
@@ -18,7 +17,7 @@ from mlx_mtp.core.decoding.head import HeadDrafter
 from mlx_mtp.core.layers.mtp import run_head
 from tests.support.batches import run
 from tests.support.commands import refused
-from tests.support.decoding import difference, interrupt_at, mtp, plain
+from tests.support.decoding import difference, interrupt_at, mtp, plain, prefill
 from tests.support.image_prompts import FOLDER, IMAGE_TOKEN, PROMPTS, VALUES, image_model, image_prompt, spans
 from tests.support.profiles import LONG
 

@@ -17,7 +17,6 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import KVOptions, PromptStore, make_prompt_cache, make_sampler, stream_generate
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches import prompt_cache as prompt_cache_module
 from mlx_mtp.core.caches import rows
 from mlx_mtp.core.caches.prompt_cache import PromptCache, open_prompt_cache
@@ -27,7 +26,7 @@ from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
 from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENING, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import score
-from tests.support.decoding import interrupt_at, mtp, plain, text_of
+from tests.support.decoding import interrupt_at, mtp, plain, prefill, text_of
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, KV_OPTIONS, TEXT, assert_same_next, held, model_of, n_snapshots, names, read

@@ -13,8 +13,7 @@ from mlx_lm.generate import generate_step
 
 import mlx_mtp
 from mlx_mtp import make_sampler, mtp_generate_step
-from mlx_mtp.core.drafts.lm_head import DraftLMHead
-from mlx_mtp.core.drafts.settings import DraftSettings
+from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from mlx_mtp.core.sampling.sampler import MAX_SEED, noise, noise_words, sample
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.distribution import LEVEL, independence, p_value

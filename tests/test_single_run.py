@@ -24,12 +24,10 @@ from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_mtp
 from mlx_mtp import BatchGenerator, TextOptions, make_prompt_cache, make_sampler
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.decoding import planner
-from mlx_mtp.core.drafts.lm_head import DraftLMHead
-from mlx_mtp.core.drafts.settings import DraftSettings
+from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from tests.support.batches import AT_ONCE, Fault, Faulty, Text, faulty
-from tests.support.decoding import assert_goes_on, mtp, plain
+from tests.support.decoding import assert_goes_on, mtp, plain, prefill
 from tests.support.models import FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies

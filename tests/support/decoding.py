@@ -6,7 +6,6 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_mtp import make_prompt_cache, make_sampler, mtp_generate_step
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.prompt_cache import open_prompt_cache
 from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.core.caches.rows import KVOptions, Rows
@@ -28,6 +27,11 @@ def plain(prompt, model, **kwargs) -> list[int]:
 
 def mtp(prompt, model, **kwargs):
     return [token for token, _, _ in mtp_generate_step(mx.array(prompt), model, **kwargs)]
+
+
+def prefill(prompt, model, **kwargs):
+    """Read a prompt into a prompt cache."""
+    mtp(prompt, model, max_tokens=0, **kwargs)
 
 
 def text_of(tokenizer, tokens, prompt=()) -> str:

@@ -8,9 +8,9 @@ from mlx.utils import tree_map
 from mlx_lm.models import cache as stock
 
 from mlx_mtp import KVOptions, make_prompt_cache
-from mlx_mtp.core.batch.generate_step import prefill
 from mlx_mtp.core.caches.indexed import names_of
 
+from .decoding import prefill
 from .models import arrays_equal, deep_model
 
 model_of = functools.cache(deep_model)

@@ -17,8 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .._version import __version__
 from ..core.caches.validation import BITS
 from ..core.distributed import Ranks, from_rank_0
-from ..core.drafts.lm_head import DraftLMHead
-from ..core.drafts.settings import Settings
+from ..core.drafts.settings import DraftLMHead, Settings
 from ..core.models.head_weights import quantize_head
 from ..core.models.mixin import MTPModel
 from ..core.sampling import Sampling

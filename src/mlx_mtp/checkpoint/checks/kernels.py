@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from ...core.caches.recurrent import has_metal_kernel, inputs_of_recurrence, recur
-from ...core.drafts.lm_head import quantized_group_size
+from ...core.drafts.settings import quantized_group_size
 from ...core.layers.attention import AttentionHeads, attend, by_products
 from ...core.layers.passes import Pass
 from ...core.layers.recurrence import RecurrentHeads

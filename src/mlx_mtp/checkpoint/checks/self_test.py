@@ -25,9 +25,8 @@ from ...core.caches.prompt_cache import open_prompt_cache
 from ...core.caches.rows import KVOptions, Rows
 from ...core.layers.attention import FEW, AttentionHeads, group_size
 from ...core.layers.compiled import Compiler
-from ...core.layers.device import DevicePasses
 from ...core.layers.mtp import has_head, run_head
-from ...core.layers.passes import pass_over
+from ...core.layers.passes import DevicePasses, pass_over
 from ...core.pacing import MAX_DRAFT_TOKENS, MAX_WINDOW
 from ...core.pacing.depth import Depth
 from ...core.pacing.step_times import Pace, Plan, StepTimes, on_lines

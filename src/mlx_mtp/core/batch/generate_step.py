@@ -121,7 +121,8 @@ def _generate(
     scheduler: Scheduler, s: TextSequence, progress: Callable[[int, int], Any]
 ) -> Generator[Token, None, None]:
     """Prefill a prompt and generate its tokens, alone in the scheduler."""
-    n_yielded, before, decoder = 0, None, scheduler.decoder
+    n_yielded = 0
+    before: DecoderState | None = None
     scheduler.prompts.append(s)
     try:
         progress(0, s.n_prompt)
@@ -133,7 +134,7 @@ def _generate(
                 prefill_part(scheduler.model, s, 1)
             progress(s.n_prompt, s.n_prompt)
         while s.task.max_tokens != 0 and s.end is None:
-            before = decoder.state if decoder.sequences else None
+            before = scheduler.decoder.state if scheduler.decoder.sequences else None
             tokens = [token for _, own in scheduler.step()[1] for token in own]
             if isinstance(s.end, Exception):  # of its sampler or a processor
                 raise s.end
@@ -169,9 +170,3 @@ def finalize(scheduler: Scheduler, s: TextSequence, before: DecoderState | None,
             synchronize(scheduler.stream)  # collectives of the pass in flight would corrupt those of another stream
         # Last: until here the cache is marked as unfinished.
         s.cache.record(s.cache.n_tokens, s.text_of(s.cache.n_tokens))
-
-
-def prefill(prompt: TokenIds, model: nn.Module, **kwargs: Any) -> None:
-    """Prefill a prompt [T] into a prompt cache, with the options of ``mtp_generate_step``."""
-    for _ in mtp_generate_step(prompt, model, max_tokens=0, **kwargs):
-        pass

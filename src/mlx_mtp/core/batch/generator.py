@@ -245,24 +245,24 @@ class BatchGenerator(Scheduler):
     def extract_cache(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """The prompt cache of each sequence at this moment, and the tokens in it."""
         with mx.stream(self.stream):
-            caches = {s.task.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.task.uid in uids}
-            running = [s for s in self.decoder.sequences if s.task.uid in uids and s.end is None]
-            caches |= {s.task.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
             # Copies: the sequences go on, and one that waits or runs alone shares its arrays with its cache.
-            return copy.deepcopy(caches)
+            return copy.deepcopy(self._caches(uids))
+
+    def _caches(self, uids: list[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        caches = {s.task.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.task.uid in uids}
+        running = [s for s in self._running() if s.task.uid in uids]
+        return caches | {s.task.uid: (cache_at_end(self.decoder, s), s.tokens) for s in running}
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, tuple[list[Any], list[int]]]:
         """Remove sequences. With ``return_prompt_caches``, return the prompt cache of each and the tokens in it."""
-        caches = {s.task.uid: (s.cache.entries, s.tokens) for s in self.prompts if s.task.uid in uids}
         with mx.stream(self.stream):
-            for s in self.decoder.sequences:
-                if s.task.uid in uids and s.end is None:
-                    s.end = "removed"
-                    if return_prompt_caches:
-                        caches[s.task.uid] = cache_at_end(self.decoder, s), s.tokens
+            caches = self._caches(uids) if return_prompt_caches else {}
+        for s in self._running():
+            if s.task.uid in uids:
+                s.end = "removed"
         self.prompts = deque(s for s in self.prompts if s.task.uid not in uids)
         self.drop_ended()
-        return caches if return_prompt_caches else {}
+        return caches
 
     # Steps
 
@@ -278,12 +278,12 @@ class BatchGenerator(Scheduler):
         if any(advice(r.error) is not None for r in responses):
             self._begin_again(self._running())
         self.drop_ended()
-        finished, prefilled = [PromptResponse(s.task.uid, (s.n_prompt,) * 2, True, True) for s in joined], []
+        prompts = [PromptResponse(s.task.uid, (s.n_prompt,) * 2, True, True) for s in joined]
         try:
-            prefilled = self.prefill()
+            prompts += self.prefill()
         except RuntimeError as e:
             responses += responses_of(self._end_failed(e, self._running(), self.at_work), None)
-        return finished + prefilled, responses
+        return prompts, responses
 
     def _running(self) -> dict[TextSequence, int]:
         """The sequences that generate, and the number of tokens of each that were returned."""

@@ -6,7 +6,7 @@ the tokens of a pass are read, so steps without drafts stay asynchronous. Each r
 
 import zlib
 from collections import deque
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,8 @@ from ..distributed import Ranks, differing_ranks
 from ..pacing.step_times import StepTimes
 from ..sampling.sampler import SeededSampler, TextSampler, thread_seed
 
+T = TypeVar("T")
+
 
 class Exchange:
     """Keeps ``times`` equal to rank 0's."""
@@ -26,6 +28,7 @@ class Exchange:
         self.times = times
         self.unsent: deque[float] = deque()  # this rank's seconds of steps
         self.received: deque[float] = deque()  # rank 0's
+        self.steps: deque[Any] = deque()  # whose seconds have not arrived yet
         self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
         self.sent: deque[mx.array] = deque()  # the message of each pass whose tokens are not received yet
 
@@ -42,12 +45,13 @@ class Exchange:
         self.times.copy_from(times)
         return sampler if seeded is None else seeded
 
-    def swap(self, seconds: float) -> list[float]:
-        """Send the seconds of a step with the next pass -> those of rank 0 that have arrived, oldest first."""
+    def swap(self, step: T, seconds: float) -> list[tuple[T, float]]:
+        """Send the seconds of a step with the next pass -> the steps whose seconds of rank 0 have arrived, and these."""
+        self.steps.append(step)
         self.unsent.append(seconds)
-        received = [*self.received]
+        known = [(self.steps.popleft(), received) for received in self.received]
         self.received.clear()
-        return received
+        return known
 
     def send(self, hidden: mx.array) -> list[mx.array]:
         """The message to evaluate with a pass with this output [B, T, H]."""

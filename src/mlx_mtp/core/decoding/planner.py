@@ -51,7 +51,6 @@ class Planner:
     def __init__(self, model: MTPModel, given: Depth | None = None):
         self.depth = Depth(MAX_DRAFT_TOKENS, times=model.pace.times) if given is None else given.for_text()
         self.exchange = None if model.ranks is None else Exchange(model.ranks, self.depth.times)
-        self.unseen: deque[Observation] = deque()  # steps whose seconds rank 0 has not sent yet
         self.latest: deque[Submitted] = deque(maxlen=3)
         self.pace = model.pace
         self.pace.turn = self.turn = object()  # the prefill of this generation submits work first
@@ -114,19 +113,13 @@ class Planner:
             not self.is_interrupted and not has_trace and _is_clear(self.latest, is_plain=len(window.drafts) == 0)
         )
         if not self.is_interrupted or n > 1 or len(self.latest) > 2:  # the first step of a text alone also prefills
-            mean = sum(step.n_accepted) / n
-            self._observe(Observation(plan.whole, mean, is_clear, self.is_alone, n, plan.n_tokens), seconds)
+            observation = Observation(plan.whole, sum(step.n_accepted) / n, is_clear, self.is_alone, n, plan.n_tokens)
+            known = [(observation, seconds)] if self.exchange is None else self.exchange.swap(observation, seconds)
+            for seen, time in known:
+                observed = time if seen.is_clear else None
+                self.depth.observe(seen.plan, seen.n_accepted, observed, seen.is_alone, seen.n_sequences, seen.n_tokens)
         self.is_interrupted = False
         self.is_alone = True
-
-    def _observe(self, observation: Observation, seconds: float) -> None:
-        """Pass a step to the ``Depth``; on several ranks, the steps whose seconds rank 0 has sent meanwhile."""
-        known = [(observation, seconds)]
-        if self.exchange is not None:
-            self.unseen.append(observation)
-            known = [(self.unseen.popleft(), received) for received in self.exchange.swap(seconds)]
-        for (plan, n_accepted, is_clear, is_alone, n_sequences, n_tokens), own in known:
-            self.depth.observe(plan, n_accepted, own if is_clear else None, is_alone, n_sequences, n_tokens)
 
 
 def _is_clear(latest: Iterable[Submitted], is_plain: bool) -> bool:

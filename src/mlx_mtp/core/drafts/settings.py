@@ -1,10 +1,17 @@
-"""The settings of a model's drafts, which ``mlx_mtp.load`` sets."""
+"""The settings of a model's drafts, which ``mlx_mtp.load`` sets, and the output layer of cheaper ones.
 
-from collections.abc import Mapping
+A cheaper draft has an output layer of fewer tokens or bits, or a head of fewer bits. The text does not change.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .lm_head import DraftLMHead
+import mlx.core as mx
+import mlx.nn as nn
+
+from ...errors import MTPError
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,77 @@ class Settings:
                 is_flag = name.startswith(("mtp", "draft"))
                 words.append(f"--{name.replace('_', '-')} {value}" if is_flag else f"{name}={value}")
         return " ".join(words)
+
+
+class DraftLMHead:
+    """The output layer of drafts, with copies of the model's weights, which are no parameters.
+
+    Args:
+        layer: The model's ``lm_head``, or its embedding if they are tied; quantized or not.
+        ids: The tokens whose weights to copy, in ascending order, so that the first of equal logits is chosen; ``None``: all.
+    """
+
+    def __init__(self, layer: nn.Module, ids: list[int] | None, bits: int | None = None):
+        self._whole = layer.fuse() if hasattr(layer, "fuse") else layer  # a LoRA layer, with its adapter
+        self._bits = bits
+        self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
+        self.layers = [self._rows(self.ids)]
+        self._tokens = [set(ids or ())]  # of each layer
+
+    def __call__(self, hidden: mx.array, vocab_size: int) -> mx.array:
+        """[B, T, H] -> logits [B, T, V], which are -inf for tokens that are not in ``ids``"""
+        of_each = [(layer.as_linear if hasattr(layer, "as_linear") else layer)(hidden) for layer in self.layers]
+        logits = of_each[0] if len(of_each) == 1 else mx.concatenate(of_each, axis=-1)
+        if self.ids is None:
+            return logits
+        every = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, logits.dtype)
+        return mx.put_along_axis(every, mx.broadcast_to(self.ids, logits.shape), logits, axis=-1)
+
+    def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
+        """This layer if it has these tokens, otherwise a new one, with the new tokens last in ``ids``."""
+        new = [i for i in dict.fromkeys(tokens) if not any(i in own for own in self._tokens)]
+        if self.ids is None or not new:
+            return self
+        head, held, added = copy.copy(self), [*self._tokens], {*new}
+        head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
+        # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
+        while len(held) > 1 and len(held[-1]) <= len(added):
+            added |= held.pop()
+        head.layers, head._tokens = [*self.layers[: len(held)], self._rows(head.ids[-len(added) :])], [*held, added]
+        return head
+
+    def _rows(self, ids: mx.array | None) -> nn.Module:
+        layer, bits = self._whole, self._bits
+        if ids is not None:
+            layer = copy.copy(layer)
+            for name in ("weight", "scales", "biases"):
+                if layer.get(name) is not None:
+                    layer[name] = layer[name][ids]
+        if bits is None:
+            return layer
+        weight = layer.weight
+        if "scales" in layer:
+            if bits >= layer.bits:
+                raise MTPError(
+                    f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+                )
+            how = layer.group_size, layer.bits
+            weight = mx.dequantize(weight, layer.scales, layer.get("biases"), *how, mode=layer.mode)
+        return QuantizedRows(weight, bits)
+
+
+class QuantizedRows(nn.QuantizedLinear):
+    """MLX's layer of a weight [n, H], without the random numbers that its own constructor draws."""
+
+    def __init__(self, weight: mx.array, bits: int):
+        nn.Module.__init__(self)
+        self.group_size, self.bits, self.mode = quantized_group_size(weight), bits, "affine"
+        self.weight, self.scales, self.biases = mx.quantize(weight, self.group_size, bits)
+
+
+def quantized_group_size(weight: mx.array) -> int:
+    """The group size to quantize a weight with."""
+    return 64 if weight.shape[-1] % 64 == 0 else 32
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from ...errors import MTPError
-from ..drafts.lm_head import quantized_group_size
+from ..drafts.settings import quantized_group_size
 from .family import HeadNames
 
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -12,14 +12,12 @@ from ...errors import MTPError
 from ..caches.fingerprint import Fingerprinted
 from ..caches.prompt_cache import PromptCache
 from ..distributed import Ranks
-from ..drafts.lm_head import DraftLMHead
 from ..drafts.options import TextOptions, asks_for_copies
-from ..drafts.settings import DraftSettings
+from ..drafts.settings import DraftLMHead, DraftSettings
 from ..layers.attention import AttentionLayer
 from ..layers.compiled import Compiler
-from ..layers.device import DevicePasses
 from ..layers.mtp import has_head
-from ..layers.passes import in_pass, pass_over
+from ..layers.passes import DevicePasses, in_pass, pass_over
 from ..layers.recurrence import RecurrentLayer
 from ..pacing.step_times import Pace
 from .family import Family, shapes_of
