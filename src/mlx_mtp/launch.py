@@ -138,7 +138,7 @@ def connect(pid: int, entry: dict[str, Any], key: str | None) -> Server | None:
     with suppress(OSError, ValueError, HTTPException):
         if lease is not None:
             flock(os.open(lease, os.O_RDONLY), LOCK_SH | LOCK_NB)
-        key = key or file.read_text().partition("\n")[0] or None
+        key = key or file.read_text(encoding="utf-8-sig").partition("\n")[0] or None
         request = Request(f"{entry['url']}/v1/models/default_model", headers={"Authorization": f"Bearer {key}"})
         with LOCAL.open(request, timeout=LIMIT) as answer:
             model = json.load(answer)
