@@ -16,7 +16,7 @@ from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, check
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import FAMILIES, TRAINED, arrays_equal, model_of, round_otherwise
+from tests.support.models import KV_FAMILIES, LATENT, TRAINED, arrays_equal, model_of, round_otherwise
 from tests.support.profiles import LONG
 
 
@@ -33,7 +33,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "options"), [*product(FAMILIES, OPTIONS)][:: 1 if LONG else 4], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"), [*product(KV_FAMILIES, OPTIONS), (LATENT, {})][:: 1 if LONG else 3], ids=str
+)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 

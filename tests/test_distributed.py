@@ -14,12 +14,13 @@ from mlx_mtp.checkpoint.hub import fetch
 from mlx_mtp.checkpoint.part import divide, files_of, names_of
 from mlx_mtp.checkpoint.reader import CheckpointReader
 from mlx_mtp.core.distributed import synchronize
+from mlx_mtp.core.models.family import HeadNames
 from mlx_mtp.core.models.head_weights import quantize_head
 from mlx_mtp.core.models.shard import check_pipeline, check_shard
 from tests.support import distribution
-from tests.support.checkpoints import parameters, tables, tensors, write
+from tests.support.checkpoints import stored, tables, tensors, write
 from tests.support.launch import LAUNCH, launch, run
-from tests.support.models import FAMILIES, FLASH, PACK, tiny_config, tiny_model
+from tests.support.models import FAMILIES, FLASH, GLM, LATENT, PACK, tiny_config, tiny_model
 
 # Two of everything that two ranks divide, and of what four do by a slow test.
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -35,7 +36,7 @@ def checkpoint(folder, family, **changes):
     dtype = mx.float16 if family == PACK else mx.float32
     model = tiny_model(family, dtype=dtype, **sizes)
     folder.mkdir(exist_ok=True)
-    return write(folder / family, tiny_config(family, **sizes), parameters(model) | tables(model))
+    return write(folder / family, tiny_config(family, **sizes), stored(model) | tables(model))
 
 
 def slow(*cases):
@@ -46,7 +47,7 @@ def slow(*cases):
     ("n", "how_much", "tensor", "pipeline"),
     [
         (2, "some", ("qwen3_next",), (FLASH,)),  # tests/test_server_ranks.py splits a qwen3_5
-        *slow((2, "some", (), ("qwen3_next", PACK))),
+        *slow((2, "some", (), ("qwen3_next", PACK)), (2, "some", (GLM, LATENT), (GLM, LATENT))),
         *slow(*((n, "some", FAMILIES[:3], ("qwen3_5", "qwen3_next")) for n in (2, 4))),
         *slow(*((2, "all", (family,), (family,)) for family in FAMILIES[:3])),
     ],
@@ -110,7 +111,7 @@ def test_a_stage_downloads_the_files_of_its_layers(hub, tmp_path):
     every = ["model.norm.weight", "lm_head.weight", "mtp.layers.0.mlp.x"]
     tower = ["vision_tower.blocks.0.norm1.weight", "model.visual.pos_embed.weight"]
     layers = ["model.layers.0.mlp.x", "model.layers.1.mlp.x"]
-    assert names_of(every + tower + layers, range(1, 2)) == [*every, layers[1]]
+    assert names_of(every + tower + layers, range(1, 2), HeadNames()) == [*every, layers[1]]
 
 
 def split(folder):

@@ -13,7 +13,7 @@ from mlx_mtp.checkpoint.checks import self_test
 from mlx_mtp.core import models
 from mlx_mtp.core.layers.attention import AttentionLayer
 from mlx_mtp.core.models.family import Family
-from mlx_mtp.core.models.mixin import MTPModel, add_layers, without_layers
+from mlx_mtp.core.models.mixin import MTPTextModel
 from mlx_mtp.fit.texts import Document, FitOptions
 from mlx_mtp.fit.training import DraftLoss, make_trainable, record, train_head
 from tests.support.checkpoints import write
@@ -35,13 +35,8 @@ class Layer(AttentionLayer, stock.TransformerBlock):
 FAMILY = Family(text_args=ModelArgs, attention=Layer, no_images="A model of type qwen3 takes text only.")
 
 
-class Model(MTPModel, stock.Model):
+class Model(MTPTextModel, stock.Model):
     family = FAMILY
-
-    def __init__(self, args: ModelArgs):
-        super().__init__(without_layers(args))
-        self.args = args
-        add_layers(self, args, FAMILY)
 
 
 CONFIG = {
@@ -56,7 +51,7 @@ def folders(tmp_path_factory):
     """A checkpoint with a head and one without."""
     model = Model(ModelArgs.from_dict(CONFIG | {"mtp_num_hidden_layers": 1}))
     keys = iter(mx.random.split(mx.random.key(0), 100))
-    noise = tree_map(lambda p: p + 0.3 * mx.random.normal(p.shape, key=next(keys)), model.parameters())
+    noise = tree_map(lambda p: mx.random.normal(p.shape, key=next(keys)) * p.shape[-1] ** -0.3, model.parameters())
     weights = dict(tree_flatten(noise))
     folder = tmp_path_factory.mktemp("family")
     backbone = {name: w for name, w in weights.items() if not name.startswith("mtp.")}
@@ -77,7 +72,7 @@ def test_texts_are_those_of_mlx_lm(loaded, folders):
     for k in (0, 1, 3, "auto"):
         cache = make_prompt_cache(model)
         assert mtp(PROMPT, model, max_tokens=12, num_draft_tokens=k, prompt_cache=cache) == text[:12]
-        assert mtp(text[11:12], model, max_tokens=12, num_draft_tokens=k, prompt_cache=cache) == text[12:]
+        assert mtp(text[12:13], model, max_tokens=11, num_draft_tokens=k, prompt_cache=cache) == text[13:]
     prompts = [PROMPT.tolist(), PROMPT.tolist()[:4]]
     both = batch_generate(model, tokenizer, prompts, max_tokens=12, num_draft_tokens=2, return_token_ids=True)
     assert both.token_ids == [text[:12], plain(prompts[1], stock_model, max_tokens=12)]

@@ -17,7 +17,6 @@ from mlx_mtp.checkpoint.catalog import originals_like, published
 from mlx_mtp.checkpoint.config import skeleton
 from mlx_mtp.checkpoint.part import own_weights
 from mlx_mtp.convert.__main__ import inspect, main
-from mlx_mtp.core.models.prism_hadamard_qwen35 import FAMILY
 from mlx_mtp.core.models.shard import check_shard
 from mlx_mtp.fit.fitting import fit
 from tests.support.checkpoints import accepting, config_of, configure, converted, edit, parameters, tensors, write_tiny
@@ -154,9 +153,9 @@ def test_a_pack_that_mlx_lm_refuses_is_refused_with_its_reason(grafted, tmp_path
 
 
 def test_a_stage_of_a_pipeline_needs_the_signs_of_its_layers_alone(grafted):
-    weights = own_weights(tensors(grafted), range(1, 2), FAMILY)
-    assert SIGNS not in weights
     model = skeleton(config_of(grafted), "pack")
+    weights = own_weights(tensors(grafted), range(1, 2), model)
+    assert SIGNS not in weights
     assert model.sanitize(dict(weights)).keys() >= {name for name in weights if "layers.1." in name}
     del weights[SIGNS.replace("layers.0", "layers.1")]
     with pytest.raises(ValueError, match=r"Missing Hadamard sign vector: .*layers\.1"):

@@ -52,12 +52,13 @@ def test_every_page_is_reached_from_the_readme():
 
 
 def test_pages_for_users_are_short():
-    def n_words(*pages: Path) -> int:
-        words = [word for page in pages for word in page.read_text(encoding="utf-8").split()]
-        return sum(bool(re.search(r"\w", word)) for word in words)
+    """A page is, and not the sum: a feature needs its words."""
+
+    def n_words(page: Path) -> int:
+        return sum(bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split())
 
     assert n_words(README) <= 600
-    assert n_words(README, *ROOT.glob("docs/*.md")) <= 9_000
+    assert [page.name for page in ROOT.glob("docs/*.md") if n_words(page) > 900] == []
 
 
 BLOCKS = [block for page in pages.PAGES for block in pages.blocks(page)]

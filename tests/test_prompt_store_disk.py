@@ -25,7 +25,7 @@ from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.prompt_store.tree import StoredArrays
 from tests.support.checkpoints import full_disk
-from tests.support.models import FAMILIES, tiny_model
+from tests.support.models import FAMILIES, KV_FAMILIES, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
@@ -74,7 +74,7 @@ def all_written(store):
 
 
 RESTARTS = [*((family, mx.float32, None) for family in FAMILIES), ("qwen3_5", mx.bfloat16, None)]
-RESTARTS += [(*how, KV) for *how, _ in (RESTARTS if LONG else RESTARTS[::4])]
+RESTARTS += [(*how, KV) for *how, _ in RESTARTS[:: 1 if LONG else 4] if how[0] in KV_FAMILIES]
 
 
 @pytest.mark.parametrize(("family", "dtype", "kv"), RESTARTS, ids=str)
@@ -90,7 +90,9 @@ def test_a_restart(family, dtype, kv, tmp_path):
         fresh = read(model, TEXT, cuts, kv=kv)
         assert names(fetched) == names(fresh)
         assert_same_next(model, fetched, fresh, kv)
-        assert store.nbytes < store.disk.bytes_read == size(tmp_path)
+        assert store.nbytes < store.disk.bytes_read <= size(tmp_path)
+        # Small snapshots, without states, are written at earlier cuts as well.
+        assert not model.recurrent_layers or store.disk.bytes_read == size(tmp_path)
 
 
 def test_numbers_below_0_stand_for_what_is_no_token(tmp_path):

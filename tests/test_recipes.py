@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model
 
-from mlx_mtp.checkpoint.catalog import HEAD_DIM, published
+from mlx_mtp.checkpoint.catalog import published
 from mlx_mtp.checkpoint.config import read_json
 from mlx_mtp.checkpoint.heads.formats import is_head
 from mlx_mtp.convert.__main__ import main, recipes
@@ -45,12 +44,13 @@ def test_the_catalog_has_the_models_sizes(model):
     own, config = published_model(architecture(model))
     text = config.get("text_config", config)
     assert (model.layers, model.hidden_size) == (text["num_hidden_layers"], text["hidden_size"])
-    assert (model.kv_heads, HEAD_DIM) == (text["num_key_value_heads"], text["head_dim"])
     head = sum(w.nbytes for path, w in tree_flatten(own.parameters()) if is_head(path))
     assert model.head_gb == pytest.approx(head / 1e9, abs=0.005)
-    cache = [c for c in own.make_cache() if isinstance(c, KVCache)]
-    n_layers, of_layer = len(cache) + 1, 2 * text["num_key_value_heads"] * text["head_dim"]  # with the head's
-    assert model.needs(1000).caches == 1000 * n_layers * 2 * (of_layer + text.get("indexer_head_dim", 0))
+    layers = own.attention_layers
+    assert model.attention_layers == len(layers)
+    assert not (model.takes_images and own.family.no_images)
+    assert model.row_values == sum(heads * size for heads, size in layers[0].row_sizes.values())
+    assert model.needs(1000).caches == 1000 * (len(layers) + 1) * 2 * model.row_values  # with the head's
     assert model.needs(1).weights == pytest.approx(1e9 * (model.disk_gb - model.ngrams_gb - model.head_gb))
 
 
@@ -58,7 +58,7 @@ def test_readme_lists_every_recipe_with_the_size_of_its_result():
     lines, want = README.read_text().splitlines(), []
     for name, recipe in recipes().items():
         owner, _, model = recipe.original.partition("/")
-        assert owner == ("ornith-ai" if name.startswith("ornith") else "Qwen")
+        assert owner == {"ornith": "ornith-ai", "glm": "zai-org"}.get(name.split("-")[0], "Qwen")
         assert name == f"{model}-4bit".lower()
         held, head, table = sizes(architecture(recipe))
         needs = recipe.disk_gb, recipe.memory_gb, recipe.ngrams_gb

@@ -28,7 +28,7 @@ from mlx_mtp.core.decoding import planner
 from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from tests.support.batches import AT_ONCE, Fault, Faulty, Text, faulty
 from tests.support.decoding import assert_goes_on, mtp, plain, prefill
-from tests.support.models import FAMILIES, TRAINED, model_of
+from tests.support.models import FAMILIES, KV_FAMILIES, TRAINED, model_of
 from tests.support.profiles import LONG, examples
 from tests.support.scripted import Scripted, script_copies
 from tests.support.ways import close_elsewhere, generate_alone
@@ -126,7 +126,7 @@ SCENARIOS = st.builds(
     draft_rows=st.sampled_from([None, None, 6, 20]),  # the number of tokens in the draft vocabulary
     # Whether the copy of token i is right, over and over; ``None`` where none is offered. If ``None``, the texts decide.
     copies=st.none() | st.lists(st.sampled_from([True, True, False, None]), min_size=1, max_size=12),
-)
+).filter(lambda scenario: scenario.family in KV_FAMILIES or "kv_bits" not in scenario.alone)
 # Texts that end within a window of right drafts, of which the last ones are not handed over, or behind it, or fail there.
 ENDS = [dict(leaves=3), dict(leaves=5), dict(leaves=6), dict(leaves=8, seen=5), dict(fault=(faulty, 3), arrives=20)]
 WITHIN_A_WINDOW = [

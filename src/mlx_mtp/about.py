@@ -133,6 +133,9 @@ def _local(name: str, dtype: str) -> Lines:
     verdict = "ready; `mlx_mtp benchmark` measures the speed"
     if accepted is not None:
         yield "Accepted", f"{accepted:.0%} of first drafts on built-in text"
+        if model.family.tries_outputs:
+            side = "after" if model.mtp.is_fed_normed else "before"
+            yield "Fed", f"further drafts get the head's output {side} its norm, as measured on built-in text"
         if accepted < FLOOR:
             verdict = "the model rejects most drafts: `mlx_mtp fit` trains the head, `--copy-drafts auto` needs none"
     yield "Verdict", verdict

@@ -181,6 +181,7 @@ class Sizes:
     state_bytes: int = 0  # of all recurrent layers
     chunk_bytes: int = 0  # of a pass for each token, without attention's scores
     score_bytes: int = 0  # of attention's scores and mask for each pair of a token and one before it
+    context_bytes: int = 0  # of a pass over a chunk for each token before its end
     fixed_bytes: int = 0  # of a pass over any number of tokens
     max_scored: int | None = None  # the most tokens of a pass whose scores are in memory; None: all
 
@@ -200,7 +201,8 @@ class Sizes:
         """The most bytes of the activations of a pass over up to ``n_tokens`` of a prompt, the last of ``n_context``."""
         # A pass over fewer tokens may have scores in memory that a longer one has not; with quantized keys all are.
         n_scored = n_tokens if self.max_scored is None or kv_bits is not None else min(n_tokens, self.max_scored)
-        return n_tokens * self.chunk_bytes + n_scored * n_context * self.score_bytes + self.fixed_bytes
+        scores = n_scored * n_context * self.score_bytes
+        return n_tokens * self.chunk_bytes + scores + n_context * self.context_bytes + self.fixed_bytes
 
     @property
     def of_test(self) -> int:
@@ -234,6 +236,7 @@ def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
         # after the other.
         chunk_bytes=(4 if model.hidden_size > args.hidden_size else 2) * model.hidden_size * n + max(passes),
         score_bytes=max((layer.score_bytes(n) for layer in attention + head), default=0),
+        context_bytes=max((layer.context_bytes(n) for layer in attention), default=0),
         fixed_bytes=STATES_AT_ONCE * state,
         max_scored=_max_scored({layer.heads.size for layer in attention + head}),
     )

@@ -34,7 +34,7 @@ def write(folder, config, weights):
 
 def write_tiny(folder, family, dtype=mx.float32, **changes):
     model = model_of(family, dtype=dtype, **changes)
-    return write(folder, tiny_config(family, **changes), parameters(model) | tables(model))
+    return write(folder, tiny_config(family, **changes), stored(model) | tables(model))
 
 
 def write_llama(folder):
@@ -77,6 +77,15 @@ def accepting(monkeypatch, rate: float) -> list:
     readings = lambda model, tokenizer, norms, told: measured.append(model) or {told: rate}  # noqa: E731
     monkeypatch.setattr(acceptance, "measure_readings", readings)
     return measured
+
+
+def stored(model) -> dict[str, mx.array]:
+    """A model's parameters by the names that they have in files."""
+    own = parameters(model)
+    head = {
+        name.removeprefix(model.head_prefix): own.pop(name) for name in [*own] if name.startswith(model.head_prefix)
+    }
+    return own | model.in_files(head)
 
 
 def parameters(module) -> dict[str, mx.array]:

@@ -25,8 +25,16 @@ from .packs import manifest, pack, pack_config
 DATA = Path(__file__).parents[1] / "data"
 TRAINED = str(DATA / "dense")
 
-PACK, FLASH = "prism_hadamard_qwen35", "qwen4_exp"
-FAMILIES = ["qwen3_5", "qwen3_5_moe", "qwen3_next", PACK, FLASH]
+PACK, FLASH, GLM, LATENT = "prism_hadamard_qwen35", "qwen4_exp", "glm4_moe", "glm4_moe_lite"
+FAMILIES = [
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    PACK,
+    FLASH,
+    LATENT,
+]  # ``GLM`` is tested where it differs from these
+KV_FAMILIES = FAMILIES[:-1]  # whose keys and values can be quantized
 
 DENSE = {
     "model_type": "qwen3_5_text", "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -47,12 +55,29 @@ SPARSE = {
 }  # fmt: skip
 # Widths of a pack are multiples of 128, and of 512 where they are rotated.
 WIDE = {"hidden_size": 512, "intermediate_size": 128, "num_attention_heads": 4, "linear_num_value_heads": 4}
+# The first layer is dense.
+NEXTN = {
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
+    "moe_intermediate_size": 32, "topk_group": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
+    "first_k_dense_replace": 1, "max_position_embeddings": 4096, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "mtp_num_hidden_layers": 1,
+}  # fmt: skip
+OWN = {
+    GLM: {
+        "num_key_value_heads": 1, "head_dim": 32, "use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+    },
+    LATENT: {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32},
+}  # fmt: skip
 ROPE = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROUPED = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 96}  # Metal attends in groups of 4 queries
 
 
 def tiny_config(family: str, **changes) -> dict:
     """The config.json of a tiny model of a family; ``changes`` are to the text config."""
+    if family in OWN:
+        return {"model_type": family, **NEXTN, **OWN[family], **changes}
     # 16 dimensions are turned in heads of any size: the CPU backend compiles kernels for each number.
     rope = ROPE | {"partial_rotary_factor": 16 / changes.get("head_dim", DENSE["head_dim"])}
     if family == "qwen3_next":

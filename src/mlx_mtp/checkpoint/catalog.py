@@ -11,7 +11,6 @@ from ..errors import MTPFileNotFoundError
 from ..memory import GB, Needs, Sizes
 from .config import Config, text_config_of
 
-HEAD_DIM = 256  # of all published models
 TABLE = Path(__file__).with_name("catalog.toml")
 
 
@@ -27,9 +26,10 @@ class Published:
     memory_gb: int  # of the smallest Mac to run it
     layers: int
     hidden_size: int
-    kv_heads: int  # of an attention layer, of 256 values each
-    index_dim: int = 0  # values of an indexer's key in an attention layer
+    attention_layers: int  # of the backbone
+    row_values: int  # numbers of a token in the cache of an attention layer
     ngrams_gb: float = 0.0  # of disk_gb, the n-gram table, which stays in its files
+    takes_images: bool = True  # whether the original has a vision encoder that its family takes
     others: Sequence[str] = ()  # replacements of 4bit in the names of conversions with more bits
 
     @property
@@ -42,19 +42,14 @@ class Published:
         others = {f"{self.base}-{bits}": self.conversion.removesuffix("4bit") + bits for bits in self.others}
         return {self.base: self.conversion, self.name: self.conversion, **others}
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the original has a vision encoder. Qwen3-Next has none."""
-        return "Next" not in self.original
-
     def has_sizes_of(self, config: Config) -> bool:
         text = text_config_of(config)
         return (text.get("num_hidden_layers"), text.get("hidden_size")) == (self.layers, self.hidden_size)
 
     def needs(self, n_tokens: int) -> Needs:
         """The memory of the model with a text: its files, and 16-bit keys and values."""
-        of_layer = 2 * self.kv_heads * HEAD_DIM + self.index_dim
-        sizes = Sizes(value_bytes=2, backbone_values=self.layers // 4 * of_layer, head_values=of_layer)
+        n = self.row_values
+        sizes = Sizes(value_bytes=2, backbone_values=self.attention_layers * n, head_values=n)
         head = int(self.head_gb * GB)
         return Needs(weights=int((self.disk_gb - self.ngrams_gb) * GB) - head, head=head, caches=sizes.caches(n_tokens))
 

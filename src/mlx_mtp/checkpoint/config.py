@@ -21,7 +21,9 @@ SIZES = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "shared_expert_intermediate_size", "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "rms_norm_eps",
+    "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "rms_norm_eps", "n_routed_experts",
+    "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim",
+    "v_head_dim",
 )  # fmt: skip
 
 
@@ -89,8 +91,11 @@ def family_in(config: Config | None) -> Family | None:
 
 
 def head_names_in(config: Config | None) -> HeadNames:
-    family = family_in(config)
-    return HeadNames() if family is None else family.names
+    """The names of a head in a checkpoint with this config, which need not be checked yet."""
+    family, text = family_in(config), text_config_of(config or {})
+    if family is None:
+        return HeadNames()
+    return family.names.of_layers(text.get("num_hidden_layers") if isinstance(text, dict) else None)
 
 
 def ends_of_text(folder: Path) -> set[int]:

@@ -316,7 +316,7 @@ def _load_model(
 
     class Model(base):  # loads the head, or only the tensors of a stage
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            own = weights if stage is None else own_weights(weights, stage, self.family)
+            own = weights if stage is None else own_weights(weights, stage, self)
             separate = () if head is None else (dict(head.weights), head.raw)
             if head is not None:
                 head.weights.clear()  # so that tensors of which others are made are freed

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from ..core.distributed import Ranks
 from ..core.models import MODULES, family_of
-from ..core.models.family import Family
+from ..core.models.family import Family, HeadNames
 from ..core.models.mixin import MTPModel
 from ..core.models.shard import check_pipeline, check_shard
 from ..errors import MTPError
@@ -60,22 +60,22 @@ def divide(checkpoint: CheckpointReader, ranks: Ranks, is_pipeline: bool) -> ran
 def files_of(checkpoint: CheckpointReader, layers: range) -> list[str]:
     """The files of a stage with these layers."""
     family: Family = family_of((checkpoint.config or {})["model_type"])
-    names = names_of(checkpoint.index, layers, family)
+    names = names_of(checkpoint.index, layers, checkpoint.names)
     if not any(map(family.tells_layout, names)):
         names += [name for name in checkpoint.index if family.tells_layout(name)][:1]
     return sorted({checkpoint.index[name] for name in names}) or [WEIGHTS]
 
 
-def own_weights(weights: Mapping[str, mx.array], layers: range, family: Family) -> dict[str, mx.array]:
+def own_weights(weights: Mapping[str, mx.array], layers: range, model: MTPModel) -> dict[str, mx.array]:
     """The tensors that a stage with these layers keeps, and those that tell the layout of the checkpoint."""
-    names = {*names_of(weights, layers, family)}
-    return {name: w for name, w in weights.items() if name in names or family.tells_layout(name)}
+    names = {*names_of(weights, layers, model.names)}
+    return {name: w for name, w in weights.items() if name in names or model.family.tells_layout(name)}
 
 
-def names_of(names: Collection[str], layers: range, family: Family) -> list[str]:
+def names_of(names: Collection[str], layers: range, of_heads: HeadNames) -> list[str]:
     """The tensors of these layers and those outside of layers, but not the vision encoder's, which no rank needs."""
     language, _ = split_tower(dict.fromkeys(names))
-    backbone, _ = family.names.split(language)
+    backbone, _ = of_heads.split(language)
     elsewhere = {name for name in backbone if (match := LAYER.search(name)) and int(match[1]) not in layers}
     return [name for name in language if name not in elsewhere]
 

@@ -18,7 +18,7 @@ from huggingface_hub import parse_local_safetensors_file_metadata, try_to_load_f
 from huggingface_hub.errors import SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 
-from ..core.models.family import HeadNames
+from ..core.models.family import COPIES, HeadNames
 from ..errors import MTPError, MTPFileNotFoundError
 from ..images.tower import split_tower
 from .catalog import resolve
@@ -41,7 +41,7 @@ FLOATS = "F32", "F16", "BF16", "F8_E4M3"  # dtypes of tensors that are not quant
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES = 100_000  # requested at first, enough for most headers
 CHUNK_BYTES = 16 << 20  # that are read at once, as in a range request
-OWN_LAYER = re.compile(r".*?((?:embed_tokens|lm_head)\.(weight|scales|biases))")  # of a head that repeats the model's
+PLACE_BYTES, N_PLACES = 1 << 18, 16  # of two tensors that are compared
 DEPTH = 3  # of the folders in which a head may be
 AGAIN = "download it again, or delete the index"
 PREFIX = re.compile(r"(?:model\.|language_model\.)*")  # which differs between layouts
@@ -181,15 +181,37 @@ class CheckpointReader:
         return found
 
     @cached_property
-    def head_map(self) -> dict[str, str]:
-        """The file of every tensor of the head, of several the first, see ``_places_of_heads``. Raises if one is damaged.
-
-        Without the model's own embedding and output layer, which some heads repeat.
-        """
+    def _whole_head(self) -> dict[str, tuple[str, str]]:
+        """The name and the file of every tensor of the head, by its parameter, of several heads the first."""
         for place in _places_of_heads(self):
-            if head := self.names.split({name: name for name in place})[1]:
-                return {name: place[name] for name in head.values() if not _repeats(self, name, place[name])}
+            if head := self.names.split({name: (name, file) for name, file in place.items()})[1]:
+                return head
         return {}
+
+    @property
+    def head_map(self) -> dict[str, str]:
+        """The file of every tensor of the head but for copies, see ``_places_of_heads``. Raises if one is damaged."""
+        return dict(tensor for parameter, tensor in self._whole_head.items() if parameter not in COPIES)
+
+    @property
+    def head_copies(self) -> dict[str, str]:
+        """The names of the copies of the model's embedding and output layer that its head has, by those among ``COPIES``."""
+        return {parameter: self._whole_head[parameter][0] for parameter in COPIES if parameter in self._whole_head}
+
+    def is_copy(self, parameter: str) -> bool:
+        """Whether one of ``head_copies`` is equal to the model's tensor, in some places all over them."""
+        own = {PREFIX.sub("", name, 1): name for name in self.names.split(self.model_map)[0]}
+        _, _, part = parameter.rpartition(".")
+        if (same := own.get(parameter, own.get(f"embed_tokens.{part}"))) is None:  # the latter where they are tied
+            return False
+        name, file = self._whole_head[parameter]
+        a, b = self.tensors({name: file})[name], self.tensors({same: self.model_map[same]})[same]
+        n = a.stop - a.start
+        places = [(i, min(i + PLACE_BYTES, n)) for i in range(0, n, max(n // N_PLACES, PLACE_BYTES))]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+            self.read(a.file, a.start + i, a.start + j) == self.read(b.file, b.start + i, b.start + j)
+            for i, j in places
+        )
 
     @property
     def head_files(self) -> list[str]:
@@ -228,26 +250,11 @@ def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]
     for file in checkpoint.files:
         if file.endswith(".safetensors.index.json") and file != INDEX_FILE:
             place = _read_index(checkpoint, file)
-            if checkpoint.names.marker in checkpoint.names.split(place)[1]:
+            if checkpoint.names.parameter(checkpoint.names.marker) in checkpoint.names.split(place)[1]:
                 if missing := {own for own in place.values() if not checkpoint.has(own)}:
                     raise _missing_files(checkpoint, missing, file)
                 yield place
     yield _in_unnamed_files(checkpoint)
-
-
-def _repeats(checkpoint: CheckpointReader, name: str, file: str) -> bool:
-    """Whether a tensor of a head is one of the model, by its bytes; on the hub, by its type and shape."""
-    if (found := OWN_LAYER.fullmatch(name)) is None:
-        return False
-    own = {PREFIX.sub("", n, 1): n for n in checkpoint.names.split(checkpoint.model_map)[0]}
-    if (same := own.get(found[1], own.get(f"embed_tokens.{found[2]}"))) is None:  # the latter where they are tied
-        return False
-    a, b = checkpoint.tensors({name: file})[name], checkpoint.tensors({same: checkpoint.model_map[same]})[same]
-    steps = range(0, a.stop - a.start if checkpoint.folder is not None else 0, CHUNK_BYTES)
-    pieces = (
-        (checkpoint.read(t.file, t.start + i, min(t.start + i + CHUNK_BYTES, t.stop)) for t in (a, b)) for i in steps
-    )
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(one == other for one, other in pieces)
 
 
 def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
@@ -266,7 +273,7 @@ def _in_unnamed_files(checkpoint: CheckpointReader) -> dict[str, str]:
                 if "mtp" in file or isinstance(e, OSError):
                     raise
         head = checkpoint.names.split({name: name for name in found})[1]
-        if checkpoint.names.marker in head:
+        if checkpoint.names.parameter(checkpoint.names.marker) in head:
             return {name: found[name] for name in head.values()}
     return {}
 

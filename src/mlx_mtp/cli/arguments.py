@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..checkpoint import DEMO, DEMO_NOTE
+from ..checkpoint.config import family_in
 from ..checkpoint.heads.originals import head_to_fetch
 from ..checkpoint.load import check_family, load
 from ..core.caches.validation import BITS, GROUP_SIZES
@@ -191,6 +192,9 @@ def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> No
     size, head_dim, kv_bits = text_config.get("vocab_size"), text_config.get("head_dim"), getattr(args, "kv_bits", None)
     if size is not None:
         check_limits(vars(args), {"top_k": (0, size - 1), "min_tokens_to_keep": (1, size)})
+    family = family_in(dict(config))
+    if kv_bits is not None and family is not None and family.no_kv_bits is not None:
+        raise MTPError(f"--kv-bits {kv_bits} is refused: {family.no_kv_bits}. Omit it.")
     if kv_bits is not None and head_dim is not None:
         row = mx.zeros((1, 1, 1, head_dim))
         try:

@@ -173,17 +173,21 @@ def _write_files(folder: Path, source: Path, ends: set[int], others: Iterable[st
 
 def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str, mx.array], tables: Written) -> None:
     """Write a model, which has no weights afterwards, and a vision encoder, with an index and config.json. Read both back."""
-    weights: dict[str, mx.array] = dict(tree_flatten(model.parameters())) | tower
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    head = {name: parameters.pop(name) for name in [*parameters] if is_head(name)}
+    if isinstance(model, MTPModel):
+        head = model.in_files({name.removeprefix(model.head_prefix): w for name, w in head.items()})
+    weights = parameters | head | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
     n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())
     metadata = {"total_size": n_bytes, "total_parameters": n_parameters}
-    head = {name: w for name, w in weights.items() if is_head(name)}
     # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
     # goes into a separate file.
     separate = config.get(EXTRA_TENSORS) is not None
-    shards = make_shards({n: w for n, w in weights.items() if not (separate and is_head(n))})
+    shards = make_shards({n: w for n, w in weights.items() if not (separate and n in head)})
     # Now only the shards hold the tensors, so each tensor is freed once written.
     weights.clear()
+    parameters.clear()
     model.update(tree_map_with_path(lambda *_: mx.array([]), model.parameters()))
 
     weight_map = {name: file for name, (file, _) in tables.items()}

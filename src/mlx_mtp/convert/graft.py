@@ -87,8 +87,7 @@ def _head(
 
 def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Config, name: str) -> dict[str, mx.array]:
     """The parameters of a model for a head whose norms are read in this way."""
-    prefix, norms = skeleton(config, name).head_prefix, with_ones(norms_of(head), reading)
-    return {prefix + name: w for name, w in {**head, **norms}.items()}
+    return skeleton(config, name).in_files({**head, **with_ones(norms_of(head), reading)})
 
 
 def named_tower(tower: nn.Module) -> dict[str, mx.array]:

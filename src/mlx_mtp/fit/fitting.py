@@ -189,7 +189,7 @@ def write_checkpoint(
     own = {"source": name, "revision": source.revision}
     origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)
     parameters: Any = tree_flatten(model.mtp.parameters())
-    head = {model.head_prefix + path: w for path, w in parameters}
+    head = model.in_files(dict(parameters))
     adapter = "" if adapter_path is None else WITH_ADAPTER.format(adapter=adapter_path)
     original = origin.get("source") or name
     card = USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record)

@@ -28,7 +28,6 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import ConcatenateKVCache
 from mlx_lm.tuner import trainer
 from mlx_lm.tuner.callbacks import TrainingCallback
 from mlx_lm.tuner.utils import build_schedule
@@ -36,6 +35,7 @@ from tqdm import tqdm
 
 from ..checkpoint.heads.formats import load_tensors
 from ..cli.display import say
+from ..core.layers.mtp import DraftKVCache
 from ..core.models.head_weights import ROUTERS
 from ..core.models.mixin import MTPModel
 from ..files import replacing
@@ -47,21 +47,6 @@ MAX_LOGITS = 1 << 25  # computed at once: 128 MiB of float32
 PAD_TO = 32  # as in mlx-lm: fewer lengths need fewer compiled graphs
 BETAS = (0.9, 0.95)
 DECAY = 0.6  # of the weights of drafts, from one position to the next, as in FastMTP
-
-
-class DraftKVCache(ConcatenateKVCache):
-    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
-        keys_and_values = super().update_and_fetch(keys, values)
-        self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of the first draft in the next pass
-        return *keys_and_values, *(x[:, :, :0] for x in index_keys)  # sparse attention selects all tokens
-
-    def make_mask(self, n: int, **_: Any) -> mx.array:
-        """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
-        at = mx.arange(n)
-        verified, own = at[:, None] >= at, at[:, None] == at
-        return mx.concatenate([verified] + [own] * self.offset, axis=1)
 
 
 class DraftLoss:

@@ -61,7 +61,8 @@ def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
 
     def cast(path: str, p: mx.array) -> mx.array:
         of_backbone = target.size == 2 and (p.dtype.size == 2 or (p.dtype == own and may_cast(path)))
-        return p.astype(target) if mx.issubdtype(p.dtype, mx.floating) and (of_backbone or is_head(path)) else p
+        of_head = is_head(path) and may_cast(path)
+        return p.astype(target) if mx.issubdtype(p.dtype, mx.floating) and (of_backbone or of_head) else p
 
     model.update(tree_map_with_path(cast, model.parameters()))
     return target == mx.float16 != own

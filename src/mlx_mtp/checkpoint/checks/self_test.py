@@ -155,7 +155,11 @@ class SelfTest:
                 f"differences of logits: {', '.join(f'{name} {getattr(self, name):.2%}' for name in names)}",
                 f"windows: the same bits up to {up_to(self.windows, 0.0)} tokens, equal up to rounding up to {n}",
                 f"differences of attention: {', '.join(attention)}",
-                f"differences and times of the recurrence by tokens: {'; '.join(recurrence)}",
+                *(
+                    [f"differences and times of the recurrence by tokens: {'; '.join(recurrence)}"]
+                    if recurrence
+                    else []
+                ),
                 f"{self.head_copies} copies of the head's cache",
             ]
         )

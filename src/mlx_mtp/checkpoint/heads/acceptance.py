@@ -1,7 +1,8 @@
 """Whether a model accepts the drafts of its head, and the reading of the head's norms with which it does.
 
 It is measured once for each checkpoint on a machine: a pass of the model over built-in text gives its choices, and one of the
-head its drafts. Nothing in some checkpoints says which norms of the head lack the 1 that MLX's layout adds.
+head its drafts. Some checkpoints do not tell which norms of the head lack the 1 that MLX's layout adds, or whether a further
+draft is fed the head's output after its norm or before.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...core.distributed import from_rank_0
+from ...core.layers.mtp import DraftKVCache
 from ...core.models.mixin import MTPModel
 from ...files import keep, kept
 from ...memory import TEST_CHUNK
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 class Measured(NamedTuple):
     rate: float  # of first drafts at each token of the built-in text, with greedy decoding
     reading: Reading | None = None  # None: the one that the checkpoint tells
+    feeds_normed: bool = True  # whether a further draft is fed the head's output after its norm, or before
 
 
 def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, key: str, may_measure: bool) -> None:
@@ -59,6 +62,7 @@ def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, 
         keep(FILE, key, measured)
     if measured is not None:
         model.head_acceptance_rate = measured.rate
+        model.mtp.is_fed_normed = measured.feeds_normed
 
 
 def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head) -> Measured:
@@ -67,6 +71,10 @@ def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head
     rates = from_rank_0(model.ranks, lambda: rates)
     best = best_of(rates, told)
     read_norms(model, head.norms, best)
+    if model.family.tries_outputs:
+        by_feeding = measure_feeding(model, tokenizer)
+        by_feeding = from_rank_0(model.ranks, lambda: by_feeding)
+        return Measured(rates[best], None, by_feeding[True] >= by_feeding[False] - NEAR)
     if best == told:
         return Measured(rates[best])
     log.warning(
@@ -99,6 +107,40 @@ def measure_readings(
     model: MTPModel, tokenizer: TokenizerWrapper, norms: Mapping[str, mx.array], told: Reading
 ) -> dict[Reading, float]:
     """The acceptance rate with each reading of stored norms. Before and after, the model has ``told``, that of its files."""
+    text = _read(model, tokenizer)
+    if not model.family.shifts_norms:
+        return {told: _rate(model, *text)}
+    rates = {}
+    for reading in (reading for n in range(len(PARTS) + 1) for reading in combinations(PARTS, n)):
+        read_norms(model, norms, reading)
+        rates[reading] = _rate(model, *text)
+    read_norms(model, norms, told)
+    return rates
+
+
+def measure_feeding(model: MTPModel, tokenizer: TokenizerWrapper) -> dict[bool, float]:
+    """Measure the acceptance of second drafts, whether these are fed the head's output after its norm, or before.
+
+    Of first drafts that are the text's own tokens: the model's choice behind others is unknown.
+    """
+    tokens, hidden, choices = _read(model, tokenizer)
+    rates, embed, own = {}, model.model.embed_tokens, model.mtp.is_fed_normed
+    for is_normed in (True, False):
+        model.mtp.is_fed_normed = is_normed
+        cache = DraftKVCache()
+        out = model.mtp(embed(tokens[:, 1:]), hidden[:, :-1], cache)  # [1, T - 1, H]
+        first = mx.argmax(model.project(model.mtp.output(out)), axis=-1)
+        out = model.mtp(embed(first), out, cache)
+        second = mx.argmax(model.project(model.mtp.output(out)), axis=-1)
+        is_right = first[:, :-1] == tokens[:, 2:]
+        n_accepted = (is_right & (second[:, :-1] == choices[:, 2:])).sum()
+        rates[is_normed] = float(n_accepted / mx.maximum(is_right.sum(), 1))
+    model.mtp.is_fed_normed = own
+    return rates
+
+
+def _read(model: MTPModel, tokenizer: TokenizerWrapper) -> tuple[mx.array, mx.array, mx.array]:
+    """Built-in text, as far as it is read in time: tokens [1, T], hidden states [1, T, H], the model's choices [1, T]."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
     cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
@@ -108,15 +150,7 @@ def measure_readings(
         if model.ranks is None and perf_counter() > end:
             break
     hidden, choices = (mx.concatenate([*x], axis=1) for x in zip(*read))
-    text = tokens[:, : hidden.shape[1]], hidden, choices
-    if not model.family.shifts_norms:
-        return {told: _rate(model, *text)}
-    rates = {}
-    for reading in (reading for n in range(len(PARTS) + 1) for reading in combinations(PARTS, n)):
-        read_norms(model, norms, reading)
-        rates[reading] = _rate(model, *text)
-    read_norms(model, norms, told)
-    return rates
+    return tokens[:, : hidden.shape[1]], hidden, choices
 
 
 def _rate(model: MTPModel, tokens: mx.array, hidden: mx.array, choices: mx.array) -> float:
@@ -142,8 +176,9 @@ def with_ones(norms: Mapping[str, mx.array], reading: Reading) -> dict[str, mx.a
 
 def known(key: str) -> Measured | None:
     try:
-        rate, reading = kept(FILE, key)
-        return Measured(float(rate), None if reading is None else tuple(map(str, reading)))
+        rate, reading, *feeds_normed = kept(FILE, key)
+        told = None if reading is None else tuple(map(str, reading))
+        return Measured(float(rate), told, *map(bool, feeds_normed))
     except (TypeError, ValueError):
         return None
 

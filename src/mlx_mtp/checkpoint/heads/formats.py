@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ...core.models.head_weights import check_quantized, is_head, norms_of, sanitize_head
 from ...errors import MTPError
 from ..config import Config, check_config, family_in, first_difference, skeleton, text_config_of
-from ..reader import OWN_LAYER, CheckpointReader, Tensor, Tensors, fetch_checkpoint
+from ..reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint
 
 RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
 # The keys of config.json and RUNTIME that tell the encoding of the head's norms, and the values that mean without the 1.
@@ -29,8 +29,9 @@ class Head(NamedTuple):
 def check_head(checkpoint: CheckpointReader) -> None:
     """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
     name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
-    if own := next(filter(OWN_LAYER.fullmatch, checkpoint.head_map), None):
-        raise MTPError(f"The MTP head of {name} has its own {own}, other than the model's: generate with --no-mtp.")
+    for parameter, own in checkpoint.head_copies.items():
+        if not checkpoint.is_copy(parameter):
+            raise MTPError(f"The MTP head of {name} has its own {own}, other than the model's: generate with --no-mtp.")
     if head := checkpoint.head():
         check_shapes(checkpoint, head)
         return
@@ -59,8 +60,8 @@ def read_head(source: CheckpointReader) -> Head:
 
 
 def first_tensor(checkpoint: CheckpointReader, suffix: str | None) -> Tensor | None:
-    """Describe the first tensor whose name has this suffix, if any, among the files that exist."""
-    own = checkpoint.model_map.items() if suffix is not None else ()
+    """Describe the backbone's first tensor whose name has this suffix, if any, among the files that exist."""
+    own = checkpoint.names.split(checkpoint.model_map)[0].items() if suffix is not None else ()
     first = next(((name, file) for name, file in own if name.endswith(suffix or "") and checkpoint.has(file)), None)
     return None if first is None else checkpoint.tensors(dict([first]))[first[0]]
 
@@ -83,6 +84,9 @@ def has_raw_head(checkpoint: CheckpointReader) -> bool:
     if encodings := [*_encodings(checkpoint.config), *_encodings(runtime)]:
         return any(encoding.strip().lower() in WITHOUT_ONE for encoding in encodings)
     if checkpoint.names.marker in checkpoint.head_map:  # without a prefix, as in mlx-vlm's drafters
+        return False
+    family = family_in(checkpoint.config)
+    if family is not None and family.convolution is None:
         return False
     if has_raw_backbone(checkpoint) is not False:
         return True

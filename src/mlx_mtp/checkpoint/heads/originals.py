@@ -237,7 +237,8 @@ def _write_head(original: CheckpointReader, tensors: Tensors, target: Path) -> C
     family = family_in(own)
     assert family is not None  # otherwise it has no head
     prefix = "mtp." if has_raw_head(original) else ""  # the names of a drafter's tensors imply its layout
-    names = {old: prefix + new for new, old in original.names.split({n: n for n in tensors})[1].items()}
+    heads = original.names
+    names = {old: heads.in_files(new, prefix) for new, old in heads.split({n: n for n in tensors})[1].items()}
     copy_tensors(original, tensors, target / WEIGHTS, names)
     record = own.get("mlx_mtp") or {"source": original.name, "revision": original.revision}
     return {"model_type": family.drafter, "text_config": text_config_of(own), "mlx_mtp": record}

@@ -34,6 +34,8 @@ class Decoder:
     """The sequences that generate, and their caches, between two moves. Call all moves on one stream."""
 
     def __init__(self, model: MTPModel, kv: KVOptions, exchange: Exchange | None):
+        if kv.kv_bits is not None and model.family.no_kv_bits is not None:
+            raise MTPError(f"kv_bits={kv.kv_bits} is refused: {model.family.no_kv_bits}. Omit it.")
         if kv.kv_bits is not None and model.device.max_window(kv.kv_bits) == 0:
             raise MTPError(
                 f"kv_bits={kv.kv_bits} is refused: attention to quantized keys and values is wrong on this device. Omit it."

@@ -49,6 +49,10 @@ class AttentionLayer(Layer):
         """The bytes of a query and a token before it in memory, with numbers of n bytes: the scores and the mask."""
         return self.heads.queries * n + 1
 
+    def context_bytes(self, n: int) -> int:
+        """The bytes of a token in the cache that a pass over a prompt's chunk makes of it, with numbers of n bytes."""
+        return 0
+
     def make_cache(self) -> KVCache:
         return KVCache() if len(self.row_sizes) == len(NAMES) else IndexedKVCache()
 
@@ -227,6 +231,12 @@ def by_products(
     if isinstance(mask, str):  # causal
         mask = mx.arange(N) <= mx.arange(N - T, N)[:, None]
     if mask is not None:
-        scores = mx.where(mask if mask.ndim == 2 else mask[:, :, None], scores, -mx.inf)
+        # [T, N] for all heads, [B, 1, T, N], or one of each head to add, [B, Hq, T, N]
+        mask = (
+            mask
+            if mask.ndim == 2
+            else mask.reshape(len(mask), -1, 1 if mask.shape[1] == 1 else H // Hkv, *mask.shape[2:])
+        )
+        scores = mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask
     out = mx.softmax(scores, axis=-1).reshape(B, Hkv, -1, N) @ values.astype(mx.float32)
     return out.reshape(B, H, T, D).astype(queries.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import ConcatenateKVCache
 
 from ..caches.positions import Positions
 from .attention import after_attention, before_attention, start_of
@@ -23,6 +24,7 @@ from .passes import current_pass, in_pass, pass_of_head
 class MTPModule(nn.Module):
     """The head: a decoder layer with attention, without the embedding and the lm_head that it shares with the backbone."""
 
+    is_fed_normed = True  # whether a further draft is fed the output after the norm, or before
     pre_fc_norm_embedding: Any
     pre_fc_norm_hidden: Any
     norm: Any
@@ -60,13 +62,32 @@ class MTPModule(nn.Module):
         )
 
     def decode(self, x: mx.array, cache: Any = None) -> mx.array:
-        """Run the decoder layer and the norm on the output of ``combine`` -> [B, T, H]."""
+        """Run the decoder layer on the output of ``combine`` -> the head's output, [B, T, H]."""
         (layer,) = self.layers
-        return self.norm(layer(x, mask=create_attention_mask(x, cache), cache=cache))
+        return self.fed(layer(x, mask=create_attention_mask(x, cache), cache=cache))
+
+    def fed(self, out: mx.array) -> mx.array:
+        """The head's output, which a further draft is fed, from that of the decoder layer, [B, T, H]."""
+        return self.norm(out) if self.is_fed_normed else out
 
     def output(self, out: mx.array) -> mx.array:
         """The input of the output layer, [B, T, H], from the head's output."""
-        return out
+        return out if self.is_fed_normed else self.norm(out)
+
+
+class DraftKVCache(ConcatenateKVCache):
+    """The keys and values of a head that drafts at T positions in parallel: T verified ones, and T of each draft."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array, *index_keys: mx.array) -> tuple[mx.array, ...]:
+        keys_and_values = super().update_and_fetch(keys, values)
+        self.offset = self.keys.shape[-2] // keys.shape[-2]  # the position of the first draft in the next pass
+        return *keys_and_values, *(x[:, :, :0] for x in index_keys)  # sparse attention selects all tokens
+
+    def make_mask(self, n: int, **_: Any) -> mx.array:
+        """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
+        at = mx.arange(n)
+        verified, own = at[:, None] >= at, at[:, None] == at
+        return mx.concatenate([verified] + [own] * self.offset, axis=1)
 
 
 def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts: mx.array) -> tuple[Any, ...]:
@@ -75,7 +96,7 @@ def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts:
 
 
 def _after_attention(mtp: Any, x: mx.array, out: mx.array, gates: Any, ways: Any) -> mx.array:
-    return mtp.norm(after_attention(mtp.layers[0], x, out, gates, ways))
+    return mtp.fed(after_attention(mtp.layers[0], x, out, gates, ways))
 
 
 def has_head(model: Any) -> bool:

@@ -4,7 +4,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "prism_hadamard_qwen35")
+MODEL_TYPES = (
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "prism_hadamard_qwen35", "glm4_moe", "glm4_moe_lite",
+)  # fmt: skip
 # The module of each model type, with its ``FAMILY``, ``Model`` and ``ModelArgs``; it is imported when it is used.
 MODULES = {model_type: f"{__name__}.{model_type}" for model_type in MODEL_TYPES}
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -14,6 +14,8 @@ from ..layers.recurrence import RecurrentLayer
 
 T = TypeVar("T")
 
+# Copies of the embedding and of the output layer that a head may have, by the names of parameters
+COPIES = tuple(f"{module}.{part}" for module in ("embed_tokens", "lm_head") for part in ("weight", "scales", "biases"))
 BACKBONE = ("model.", "language_model.", "lm_head.", "vision_tower.", "visual.")  # beside a head without a prefix
 
 
@@ -22,18 +24,39 @@ class HeadNames:
     """The names of a head's tensors in checkpoints.
 
     Args:
-        prefix (str): An expression for the beginning of their names, beside tensors of the backbone.
+        prefix (str): An expression for the beginning of their names, beside tensors of the backbone. ``<N>`` stands for the
+          number of the backbone's layers.
         marker (str): The name, without the prefix, of a tensor that only heads have.
-        expert (re.Pattern): Those of experts, without the prefix, with groups for their number, projection and part: experts in
-          one array or numbered, with or without gate and up in one, and named as in a dense layer.
+        renamed (tuple): The beginnings of names without the prefix, each with that of ``MTPModule``'s parameters.
+        written (str, optional): The prefix of the names in files that are written. Default: ``None``, that of the parameters of
+          the model.
+        expert (re.Pattern): Those of experts, as parameters, with groups for their number, projection and part: experts in one
+          array or numbered, with or without gate and up in one, and named as in a dense layer.
     """
 
     prefix: str = r"(?:.*?\.)?mtp\."  # such as model.language_model.mtp.fc.weight
     marker: str = "pre_fc_norm_hidden.weight"
+    renamed: tuple[tuple[str, str], ...] = (("", ""),)
+    written: str | None = None
     expert: re.Pattern[str] = re.compile(
         r"layers\.0\.mlp\.(?:switch_mlp\.|experts\.)?(?:(\d+)\.)?((?:gate|up|down|gate_up)_proj)(?:\.(\d+))?"
         r"(?:\.(weight|scales|biases))?"
     )
+
+    def of_layers(self, n: int | None) -> "HeadNames":
+        """The names in a checkpoint with n layers."""
+        written = None if self.written is None else self.written.replace("<N>", str(n))
+        return replace(self, prefix=self.prefix.replace("<N>", str(n)), written=written)
+
+    def parameter(self, name: str) -> str:
+        """The parameter of a tensor, whose name has no prefix."""
+        stored, own = next(pair for pair in self.renamed if name.startswith(pair[0]))
+        return own + name.removeprefix(stored)
+
+    def in_files(self, parameter: str, prefix: str) -> str:
+        """The name with which a parameter is written, given the prefix of the parameters of the model."""
+        stored, own = next(pair for pair in self.renamed if parameter.startswith(pair[1]))
+        return (prefix if self.written is None else self.written) + stored + parameter.removeprefix(own)
 
     def split(self, weights: Mapping[str, T], is_bare: bool = False) -> tuple[dict[str, T], dict[str, T]]:
         """Split a checkpoint's tensors into (backbone, head). The head's have the names of ``MTPModule``'s parameters.
@@ -45,9 +68,9 @@ class HeadNames:
         is_bare = is_bare or self.marker in weights
         for name, w in weights.items():
             if (found := of_head.fullmatch(name)) is not None:
-                head[found[1]] = w
+                head[self.parameter(found[1])] = w
             elif is_bare and not name.startswith(BACKBONE):
-                head[name] = w
+                head[self.parameter(name)] = w
             else:
                 backbone[name] = w
         return backbone, head
@@ -71,6 +94,10 @@ class Family:
         drafter (str, optional): The model type of a drafter, a folder with only a head, in mlx-vlm's layout.
         pack_of (str, optional): The model type whose packed weights, in float16, its models are. Heads and vision encoders of
           that type fit.
+        tries_outputs (bool): Whether the first use of a head tries both inputs of a further draft, the head's output after its
+          norm and before, and keeps the one with which more drafts are accepted. Default: ``False``, it is the former.
+        repeats_heads (bool): Whether ranks can have fewer key-value heads than ranks, repeated.
+        no_kv_bits (str, optional): Why keys and values cannot be quantized.
         needs_head (bool): Whether a checkpoint is expected to have a head. If not, one without a head, whose base model's is
           not found, is loaded as by mlx-lm.
         no_shard (str, optional): Why ranks cannot have a part of each layer.
@@ -89,6 +116,9 @@ class Family:
     drafter: str | None = None
     pack_of: str | None = None
     needs_head: bool = False
+    tries_outputs: bool = False
+    repeats_heads: bool = False
+    no_kv_bits: str | None = None
     no_shard: str | None = None
     no_images: str | None = None
 

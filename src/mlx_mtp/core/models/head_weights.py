@@ -31,7 +31,7 @@ def sanitize_head(model: Any, head: Mapping[str, mx.array], raw: bool) -> dict[s
     """
     parameters: Any = tree_flatten(model.mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
-    weights = _with_stacked_experts(model.family.names, _dequantized(head), expected)
+    weights = _with_stacked_experts(model.family.names, model.prepared(_dequantized(head)), expected)
     # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
     _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
     return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
@@ -131,7 +131,8 @@ def quantize_head(mtp: nn.Module, bits: int) -> None:
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not path.startswith("layers.") or path.endswith(ROUTERS) or not hasattr(module, "to_quantized"):
             return False
-        return {"group_size": quantized_group_size(module.weight), "bits": bits, "mode": "affine"}
+        size = quantized_group_size(module.weight)
+        return module.weight.shape[-1] % size == 0 and {"group_size": size, "bits": bits, "mode": "affine"}
 
     nn.quantize(mtp, class_predicate=predicate)
     mtp.eval()  # the new modules are in training

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,13 +20,15 @@ from ..layers.mtp import has_head
 from ..layers.passes import DevicePasses, in_pass, pass_over
 from ..layers.recurrence import RecurrentLayer
 from ..pacing.step_times import Pace
-from .family import Family, shapes_of
+from .family import COPIES, Family, HeadNames, shapes_of
 from .head_weights import sanitize_head
 from .rope import MRoPE
 
+T = TypeVar("T")
+
 
 class MTPModel(Fingerprinted):
-    """A model with its MTP head. List it before mlx-lm's model among the bases."""
+    """A model with its MTP head. List it, or ``MTPTextModel``, before mlx-lm's model among the bases."""
 
     family: Family
     args: Any
@@ -112,6 +114,19 @@ class MTPModel(Fingerprinted):
         return self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
 
     @property
+    def names(self) -> HeadNames:
+        """Those of its head's tensors in checkpoints."""
+        return self.family.names.of_layers(self.text_args.num_hidden_layers)
+
+    def in_files(self, head: Mapping[str, T]) -> dict[str, T]:
+        """A head by the names with which it is written, given it by those of ``MTPModule``'s parameters."""
+        return {self.names.in_files(name, self.head_prefix): w for name, w in head.items()}
+
+    def prepared(self, head: dict[str, mx.array]) -> dict[str, mx.array]:
+        """A head whose layer has the parameters of mlx-lm's layer, which some checkpoints have otherwise."""
+        return head
+
+    @property
     def hidden_size(self) -> int:
         """The size of a hidden state, which the head takes."""
         return self.text_args.hidden_size
@@ -142,9 +157,9 @@ class MTPModel(Fingerprinted):
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
         """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
-        weights, inside = self.family.names.split(weights)
+        weights, inside = self.names.split(weights)
         if head is None:
-            head = inside
+            head = {name: w for name, w in inside.items() if name not in COPIES}
             raw = self.family.is_raw(shapes_of(weights))
         weights = super().sanitize(weights)  # type: ignore[misc]
         if has_head(self):
@@ -175,6 +190,22 @@ def check_ids(ids: Iterable[int], n: int, name: str) -> None:
     """Raise an MTPError if an id is not one of a model's ``n``: an array would be read or written beyond its end."""
     if (wrong := next((i for i in ids if not 0 <= i < n), None)) is not None:
         raise MTPError(f"{name} has the token {wrong}, and the model's are 0 to {n - 1}.")
+
+
+class MTPTextModel(MTPModel):
+    """A model whose language model is all of it, with the arguments of its config.json."""
+
+    def __init__(self, args: Any):
+        super().__init__(without_layers(args))
+        self.args = args
+        add_layers(self, args, self.family)
+
+
+class TokensOnly(MTPTextModel):
+    """One without input embeddings, which mlx-lm's model does not support."""
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        return super().__call__(inputs, cache, **options)
 
 
 def drop_head(model: Any) -> None:

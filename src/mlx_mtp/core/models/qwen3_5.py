@@ -55,6 +55,7 @@ FAMILY = Family(
     convolution="conv1d.weight",
     drafter="qwen3_5_mtp",
     needs_head=True,
+    repeats_heads=True,
 )
 
 

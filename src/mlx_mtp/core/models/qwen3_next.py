@@ -11,7 +11,7 @@ from ..layers.attention import GatedAttentionLayer
 from ..layers.mtp import has_head
 from ..layers.recurrence import RecurrentLayer
 from .family import Family
-from .mixin import MTPModel, add_layers, without_layers
+from .mixin import TokensOnly
 from .qwen3_5 import is_recurrent
 from .shard import shard_layers, shard_recurrent_layer
 
@@ -43,21 +43,13 @@ FAMILY = Family(
     convolution="conv1d.weight",
     drafter="qwen3_5_mtp",
     needs_head=True,
+    repeats_heads=True,
 )
 
 
-class Model(MTPModel, stock.Model):
+class Model(TokensOnly, stock.Model):
     family = FAMILY
     lm_head: Any
-
-    def __init__(self, args: ModelArgs):
-        super().__init__(without_layers(args))
-        self.args = args
-        add_layers(self, args, FAMILY)
-
-    def __call__(self, inputs: mx.array, cache: list[Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """As of the base, but without input embeddings, which mlx-lm's Qwen3-Next does not support."""
-        return super().__call__(inputs, cache, **options)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Keep this rank's part of each layer, including the head's. mlx-lm's Qwen3-Next (0.32.2) has no ``shard``."""

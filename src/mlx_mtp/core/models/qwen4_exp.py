@@ -287,6 +287,7 @@ FAMILY = Family(
     convolution="conv1d.weight",
     drafter="qwen4_exp_mtp",
     needs_head=True,
+    repeats_heads=True,
     no_shard="its residual streams are mixed in each layer",
     no_images="A model of type qwen4_exp takes text only here: leave the images out.",
 )

@@ -63,7 +63,7 @@ def check_shard(model: Any, n: int) -> None:
     sizes = {"attention heads": args.num_attention_heads}
     if model.recurrent_layers:
         sizes["key heads of its recurrent layers"] = args.linear_num_key_heads
-    if kv_heads % n > 0 and n % kv_heads > 0:  # heads are repeated if there are fewer than ranks
+    if kv_heads % n > 0 and (n % kv_heads > 0 or not model.family.repeats_heads):
         sizes["key-value heads"] = kv_heads
     if not args.tie_word_embeddings:
         sizes["token ids"] = args.vocab_size
