@@ -25,7 +25,7 @@ class NotANumberError(MTPError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The model's output is not a number: a weight, an embedding or a prompt cache has none, a value is too large for "
+            "The model's output is not a number: a weight, an embedding or a prompt cache is damaged, a value is too large for "
             "their type (load the model with another dtype), or a logits processor allows no token."
         )
 

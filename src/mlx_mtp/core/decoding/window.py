@@ -121,7 +121,8 @@ def choose(window: Window) -> Choice:
                 s.end = e
     chosen = mx.where(are_numbers, tokens, NO_NUMBER)
     # A draft is not accepted before a position without a token: the next window begins with that.
-    accepted = accepted & (chosen[:, 1:] < V)
+    if T > 1:
+        accepted = accepted & (chosen[:, 1:] < V)
     return Choice(window, chosen, mx.minimum(chosen, V - 1), accepted, logprobs, own_logprobs, is_running)
 
 
@@ -160,4 +161,4 @@ def with_rows(x: mx.array, members: list[int], own: mx.array) -> mx.array:
 def normalized(logits: mx.array) -> tuple[mx.array, mx.array]:
     """Logits [..., V] -> log probabilities, as in mlx-lm, and whether these are numbers, [...]."""
     total = mx.logsumexp(logits, axis=-1, keepdims=True)  # not finite if a logit is NaN or infinite, or all are -inf
-    return logits - total, mx.isfinite(total).squeeze(-1)
+    return logits - total, (mx.abs(total) < mx.inf).squeeze(-1)
