@@ -43,6 +43,7 @@ from .api.completions import ChatBody, CompletionBody
 from .api.messages import MessagesBody
 from .api.responses import ResponsesBody
 from .api.stored import StoredResponses
+from .engine.models import cached_models
 from .frontend import FIGURES, Frontend, GeneratedResponse, in_thread, watched
 from .request import ApiError, Request, Waiting, as_api_error
 
@@ -153,7 +154,7 @@ class Endpoints:
             waiting[request.number] = Waiting(0, 0)
             writer = api.writer(body)
             if isinstance(body, ResponsesBody) and body.store:
-                writer.keep = partial(self.responses.keep, http.state.key, body.items)
+                writer.keep = partial(self.responses.keep, http.state.key)
             return GeneratedResponse(self.frontend, request.choices(body.prompts), writer, body.stream)
 
         return endpoint
@@ -204,13 +205,13 @@ class Endpoints:
         return Response(generate_latest(self.frontend.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Response:
-        names = await in_thread(self.frontend.models.names)
+        names = await self._names()
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return JSONResponse({"object": "list", "data": [self._describe(name) for name in names], **page})
 
     async def model(self, name: str) -> Response:
         wanted = unquote(name).strip("/")
-        for known in (DEFAULT, self.frontend.options.model, *await in_thread(self.frontend.models.names)):
+        for known in (DEFAULT, self.frontend.options.model, *await self._names()):
             if known.strip("/") == wanted:
                 return JSONResponse(self._describe(known))
         raise ApiError(404, f"The model {wanted!r} is not served here.", param="model", code="model_not_found")
@@ -218,15 +219,20 @@ class Endpoints:
     async def response(self, http: HTTPRequest, id: str) -> Response:
         if http.query_params.get("stream") == "true":
             raise ApiError(400, "stream: a stored response is sent as a whole.", param="stream")
-        return JSONResponse((await in_thread(self.responses.get, (http.state.key, id)))["response"])
+        _, content = self.responses.get((http.state.key, id))
+        return Response(content, media_type="application/json")
 
     async def delete_response(self, http: HTTPRequest, id: str) -> Response:
-        await in_thread(self.responses.delete, (http.state.key, id))
+        self.responses.delete((http.state.key, id))
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     async def input_items(self, http: HTTPRequest, id: str) -> Response:
         order = http.query_params.get("order", "desc")
         return JSONResponse(await in_thread(self.responses.list_items, (http.state.key, id), order))
+
+    async def _names(self) -> list[str]:
+        models = self.frontend.models
+        return [*models.served, *(await in_thread(cached_models) if self.frontend.options.allow_any_model else [])]
 
     def _describe(self, name: str) -> Json:
         created, path = self.frontend.created, self.frontend.models.resolve(name)

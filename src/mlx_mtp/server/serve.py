@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import h11
 import mlx.core as mx
@@ -190,29 +189,23 @@ class Server(uvicorn.Server):
 @contextmanager
 def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Sockets with one port at the addresses of a host, but for those that this machine lacks."""
-    found, errors = list[Any](), list[OSError]()
-    with ExitStack() as sockets:
-        opened: list[socket.socket] = []
+    opened, both = list[socket.socket](), host == "::" and socket.has_dualstack_ipv6()  # then with IPv4
+    with ExitStack() as stack:
         try:
             found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            places = [*dict.fromkeys((family, address) for family, _, _, _, (address, *_) in found)]
+            for family, address in places:
+                try:
+                    s = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+                    opened.append(stack.enter_context(s))
+                    port = s.getsockname()[1]  # of 0, the one that the first has found free
+                except OSError as e:
+                    if e.errno == errno.EADDRINUSE or (not opened and address == places[-1][1]):
+                        raise
         except OSError as e:
-            errors.append(e)
-        for family, (address, *_) in dict.fromkeys((family, address) for family, _, _, _, address in found):
-            both = host == "::" and socket.has_dualstack_ipv6()  # all of IPv6 is all of IPv4 as well
-            try:
-                s = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-            except OSError as e:
-                errors.append(e)
-            else:
-                opened.append(sockets.enter_context(s))
-                port = s.getsockname()[1]  # the others have the one that the first has found free
-        for error in errors:
-            if error.errno == errno.EADDRINUSE:
-                message = f"Port {port} of {host} is in use: stop the other program, or choose a --port."
-                raise MTPOSError(message) from error
-            if not opened:
-                message = f"The server cannot listen at --host {host}, --port {port}: {error.strerror}."
-                raise MTPOSError(message) from error
+            if e.errno == errno.EADDRINUSE:
+                raise MTPOSError(f"Port {port} of {host} is in use: stop the other program, or choose a --port.") from e
+            raise MTPOSError(f"The server cannot listen at --host {host}, --port {port}: {e.strerror}.") from e
         yield opened
 
 

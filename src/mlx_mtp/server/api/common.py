@@ -149,11 +149,26 @@ def error_content(error: ApiError) -> Json:
 
 
 def validated(validate: Callable[[Any], T], value: Any, where: str = "") -> T:
-    """What pydantic makes of a value at this place of a body; an ApiError that names the place within it."""
+    """What pydantic makes of a value at this place of a body. An ApiError names the place within it and the reason, which in a
+    field of several types is that of the type that was sent, or else names all of them.
+    """
+
+    def place(error: Any) -> list[Any]:
+        return [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
+
+    def rank(error: Any) -> tuple[bool, int]:
+        return not error["type"].endswith(("_type", "literal_error")), len(place(error))
+
     try:
         return validate(value)
     except ValidationError as e:
-        raise _error_of(e, where) from e
+        errors = e.errors(include_url=False, include_context=False, include_input=False)
+        error = max(errors, key=rank)
+        reasons = [x["msg"] for x in errors if (rank(x), place(x)) == (rank(error), place(error))]
+        reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
+        where += "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place(error))
+        where = where.removeprefix(".")
+        raise error_at(where, f"{where}: {reason}."[:500]) from e
 
 
 class Part(BaseModel):
@@ -380,24 +395,6 @@ class Body(Part):
 
     def _fields_of(self, kind: Any) -> Any:
         return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
-
-
-def _error_of(e: ValidationError, where: str) -> ApiError:
-    """The reason, in a field of several types, is that of the type that was sent, or else names all of them."""
-
-    def place(error: Any) -> list[Any]:
-        return [x for x in error["loc"] if isinstance(x, int) or (x.isidentifier() and x not in TYPES)]
-
-    def rank(error: Any) -> tuple[bool, int]:
-        return not error["type"].endswith(("_type", "literal_error")), len(place(error))
-
-    errors = e.errors(include_url=False, include_context=False, include_input=False)
-    error = max(errors, key=rank)
-    reasons = [x["msg"] for x in errors if (rank(x), place(x)) == (rank(error), place(error))]
-    reason = " or ".join(dict.fromkeys(reasons)).replace(" or Input should be ", " or ")
-    where += "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in place(error))
-    where = where.removeprefix(".")
-    return error_at(where, f"{where}: {reason}."[:500])
 
 
 def _first(values: Sequence[T | None]) -> T | None:

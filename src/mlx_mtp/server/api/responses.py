@@ -2,6 +2,7 @@
 
 import base64
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -12,12 +13,13 @@ from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
-from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput, drop
+from ..request import NO_LIMIT, ApiError, Delta, StructuredOutput
 from ..structured_output import LARK, from_response_format
 from . import common
 from .common import Body, Item, Limit, Many, Short, ThinkingSettings, Tool, Usage, Writer, event, new_id
 from .completions import TopLogprobs, logprob_of
 from .history import History, arguments_of, full_name
+from .stored import RESPONSE
 
 TOOLS = TypeAdapter(Many[Tool])
 SHOWN = ("instructions", "model", "parallel_tool_calls", "temperature", "tool_choice", "top_p")  # as they were sent
@@ -30,8 +32,14 @@ class ResponsesWriter(Writer):
         self.steps: list[Delta] = []  # kept for their log probabilities
         self.numbers = count()  # the numbers of events
         self.is_queued = False  # whether the response was created while its model was loaded
-        self.id, self.created = new_id("resp"), int(time.time())
-        self.keep: Callable[[Json], None] = drop  # stores the whole response
+        self.id, self.created = RESPONSE + uuid.uuid4().hex, int(time.time())
+        self.keep: Callable[[list[Json], Json], None] = lambda items, response: (
+            None
+        )  # stores the input and the response
+
+    def _id_of(self, prefix: str) -> str:
+        """The id of a next item."""
+        return f"{prefix}_{self.id.removeprefix(RESPONSE)}{len(self.blocks)}"
 
     def loading(self) -> bytes:
         self.is_queued, response = True, self.message(None, "queued")
@@ -51,12 +59,18 @@ class ResponsesWriter(Writer):
         """Add text to the only part of the last item, or begin an item."""
         item: Json
         if isinstance(piece, Text):
-            item = {"type": "message", "id": new_id("msg"), "status": "in_progress", "role": "assistant", "content": []}
+            item = {
+                "type": "message",
+                "id": self._id_of("msg"),
+                "status": "in_progress",
+                "role": "assistant",
+                "content": [],
+            }
             part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             tokens = piece.tokens if self.body.top is not None else []
             fields: Json = {"logprobs": [logprob_of(self.steps[i]) for i in tokens]}
         else:
-            item = {"type": "reasoning", "id": new_id("rs"), "status": "in_progress", "summary": [], "content": []}
+            item = {"type": "reasoning", "id": self._id_of("rs"), "status": "in_progress", "summary": [], "content": []}
             part, fields = {"type": "reasoning_text", "text": ""}, {}
         begun = b""
         if not self.has_open(item["type"]):
@@ -74,7 +88,7 @@ class ResponsesWriter(Writer):
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
         is_custom = tool.type == "custom"
         kind, prefix = ("custom_tool_call", "ctc") if is_custom else ("function_call", "fc")
-        item: Json = {"type": kind, "id": new_id(prefix), "call_id": new_id("call"), "name": tool.name}
+        item: Json = {"type": kind, "id": self._id_of(prefix), "call_id": new_id("call"), "name": tool.name}
         item |= {"input" if is_custom else "arguments": "", "status": "in_progress"}
         return item if space is None else {**item, "namespace": space}
 
@@ -166,7 +180,7 @@ class ResponsesWriter(Writer):
             "metadata": body.metadata or {},
         }
         if usage is not None:
-            self.keep(response)
+            self.keep(self.body._items, response)
         return response
 
 
@@ -186,10 +200,6 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     _earlier: list[Json] = PrivateAttr([])  # the items of the stored conversation
     _items: list[Json] = PrivateAttr([])  # those of the input
-
-    @property
-    def items(self) -> list[Json]:
-        return self._items
 
     @property
     def top(self) -> int | None:

@@ -57,16 +57,6 @@ class ModelProvider:
             raise ApiError(404, message, param="model", code="model_not_found")
         return name if name in options.serve_model else options.model
 
-    def names(self) -> list[str]:
-        """The served models, and with --allow-any-model those in the hub's cache that can be loaded. Reads files."""
-        found = set[str]()
-        for name, repo in cached_repositories().items() if self.options.allow_any_model else ():
-            for revision in repo.revisions:
-                with suppress(MTPError, OSError):
-                    check_files(CheckpointReader(name, folder=revision.snapshot_path))
-                    found.add(name)
-        return [*self.served, *sorted(found)]
-
     @property
     def drafts(self) -> bool:
         """Whether the loaded model drafts, with its head or by copies."""
@@ -109,6 +99,17 @@ def check_files(checkpoint: CheckpointReader) -> None:
     """Raise an error if a model's config or the headers of its files tell that it cannot be loaded."""
     check_config(checkpoint.config, checkpoint.name)
     _ = checkpoint.model_map
+
+
+def cached_models() -> list[str]:
+    """The models in the hub's cache that can be loaded, whose files are read for it."""
+    found = set[str]()
+    for name, repo in cached_repositories().items():
+        for revision in repo.revisions:
+            with suppress(MTPError, OSError):
+                check_files(CheckpointReader(name, folder=revision.snapshot_path))
+                found.add(name)
+    return sorted(found)
 
 
 @contextmanager
