@@ -74,15 +74,13 @@ class ResponsesWriter(Writer):
             part, fields = {"type": "reasoning_text", "text": ""}, {}
         begun = b""
         if not self.has_open(item["type"]):
-            begun = self.open(item) + self._item_event("content_part.added", content_index=0, part=part)
-            begun += self._summary_event("part.added", part={"type": "summary_text", "text": ""})
+            begun = self.open(item) + self._part_event("content_part.added", part=part)
             self.blocks[-1]["content"] = [part]
         whole = self.blocks[-1]["content"][0]
         whole["text"] += piece.text
         for name, more in fields.items():
             whole[name] += more
-        said = self._item_event(f"{part['type']}.delta", content_index=0, delta=piece.text, **fields)
-        return begun + said + self._summary_event("text.delta", delta=piece.text)
+        return begun + self._part_event(f"{part['type']}.delta", delta=piece.text, **fields)
 
     def call(self, call: CallBegins) -> Json:
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
@@ -114,12 +112,8 @@ class ResponsesWriter(Writer):
         else:
             part = item["content"][0]
             fields: Json = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
-            done = self._item_event(f"{part['type']}.done", content_index=0, text=part["text"], **fields)
-            done += self._item_event("content_part.done", content_index=0, part=part)
-            summary = {"type": "summary_text", "text": part["text"]}
-            if events := self._summary_event("text.done", text=part["text"]):
-                item["summary"] = [summary]
-                done += events + self._summary_event("part.done", part=summary)
+            done = self._part_event(f"{part['type']}.done", text=part["text"], **fields)
+            done += self._part_event("content_part.done", part=part)
             if part["type"] == "reasoning_text" and "reasoning.encrypted_content" in (self.body.include or []):
                 # Clients such as Codex send it back, so that the next prompt has the reasoning.
                 item["encrypted_content"] = base64.b64encode(part["text"].encode()).decode()
@@ -132,13 +126,15 @@ class ResponsesWriter(Writer):
     def _item_event(self, kind: str, **data: Any) -> bytes:
         return self._event(kind, item_id=self.blocks[-1]["id"], output_index=len(self.blocks) - 1, **data)
 
-    def _summary_event(self, kind: str, **data: Any) -> bytes:
-        """An event of the reasoning's summary, which is its text, for clients that show only that and ask for it."""
-        is_asked = self.body.reasoning is not None and self.body.reasoning.summary is not None
-        is_reasoning = self.blocks[-1]["type"] == "reasoning"
-        return (
-            self._item_event(f"reasoning_summary_{kind}", summary_index=0, **data) if is_asked and is_reasoning else b""
-        )
+    def _part_event(self, kind: str, **data: Any) -> bytes:
+        """An event of an item's only part. Reasoning is its own summary, for clients that ask for one and show that alone."""
+        told, item = self._item_event(kind, content_index=0, **data), self.blocks[-1]
+        if item["type"] == "reasoning" and self.body.reasoning is not None and self.body.reasoning.summary is not None:
+            if "part" in data:
+                data["part"] = {**data["part"], "type": "summary_text"}
+                item["summary"] = [data["part"]]
+            told += self._item_event(f"reasoning_summary_{kind.partition('_')[2]}", summary_index=0, **data)
+        return told
 
     def end(self, usage: Usage) -> bytes:
         closed = self.close()
