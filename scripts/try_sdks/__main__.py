@@ -88,7 +88,8 @@ def main() -> None:
             n_checks, wrong = n_checks + of_program[0], wrong + of_program[1]
     told = log.read_text()
     wrong += ["a traceback of the server"] * ("Traceback" in told)
-    n_tokens = max(map(int, re.findall(r"(\d+) output tokens", told)))
+    wrong += ["no library has such a name"] * (not n_checks)
+    n_tokens = max(map(int, re.findall(r"(\d+) output tokens", told)), default=0)
     wrong += [f"an answer that was given up goes on to {n_tokens} tokens"] * (n_tokens > 900)
     print("\n".join([*wrong, *(f"{library}: {n} checks" for library, n in n_checks.items())]))
     print(f"{sum(n_checks.values())} checks, {len(wrong)} wrong ({own})")

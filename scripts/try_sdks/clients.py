@@ -404,7 +404,7 @@ async def status(asked: Any) -> Any:
 
 
 async def main() -> None:
-    for name in WANTED or LIBRARIES:
+    for name in (name for name in LIBRARIES if name in WANTED or not WANTED):
         library, stranger = LIBRARIES[name](KEY), LIBRARIES[name]("wrong")
         for value in (x for x in VALUES if type(x).__name__ not in getattr(library, "lacks", ())):
             text = f"FILL {value.model_dump_json()}"
