@@ -10,6 +10,7 @@ import re
 import sys
 import zlib
 from collections.abc import Awaitable, Callable, Collection
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from io import BytesIO
@@ -335,7 +336,8 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
                 MutableHeaders(scope=message).update({"x-request-id": id, "request-id": id})  # OpenAI's, Anthropic's
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
-            await send(message)
+            with suppress(OSError):  # a client that has gone, which ``watched`` is told; any other error is one of ours
+                await send(message)
 
         if scope["type"] != "http":
             return await app(scope, receive, send)

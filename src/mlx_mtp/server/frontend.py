@@ -10,9 +10,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .api.common import Usage, Writer
 from .engine.encode import BoundedTokenizer, count_tokens, encode
@@ -173,22 +172,14 @@ class GeneratedResponse(Response):
         writer.usage = self._usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_on(message: Message) -> None:
-            try:
-                await send(message)
-            except OSError as e:
-                raise ClientDisconnect from e
-
         try:
             async with watched(self.choices, receive):
                 if self.is_stream:
-                    await self._stream(send_on)
+                    await self._stream(send)
                 else:
                     async for _ in self._pieces():
                         pass
-                    await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send_on)
-        except ClientDisconnect:
-            logging.info("The client has disconnected.")
+                    await JSONResponse(self.writer.whole(self._usage()))(scope, receive, send)
         finally:
             self.waiting.pop(self.number, None)
             scope[FIGURES] = (self._figures(),)
@@ -204,7 +195,7 @@ class GeneratedResponse(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
             last = self.writer.end(self._usage())
         except Exception as e:
-            if not has_begun or isinstance(e, ClientDisconnect):
+            if not has_begun:
                 raise
             last = self.writer.failed(as_api_error(e))
         await send({"type": "http.response.body", "body": last, "more_body": False})
