@@ -26,6 +26,7 @@ ARRAYS += [mx.array(IDS, kind) for kind in (mx.uint8, mx.int32, mx.uint32, mx.in
 ENCODED = {"attention_mask": [1, 1, 1]}
 PROMPTS = [IDS, tuple(IDS), range(5, 8), deque(IDS), [np.int32(i) for i in IDS], [IDS], *ARRAYS]
 PROMPTS += [BatchEncoding({"input_ids": ids} | ENCODED) for ids in (IDS, [IDS], np.array([IDS]))]
+PROMPTS.append(BatchEncoding({name: mx.array([x]) for name, x in ({"input_ids": IDS} | ENCODED).items()}))
 
 NOT_IDS = "The prompt must be the token ids of one text, a list or an array of integers, not "
 WRONG = [

@@ -47,6 +47,6 @@ def _ids_of(given: Any) -> Any:
     """The token ids of a ``BatchEncoding``; anything else as it is."""
     if not isinstance(given, UserDict) or "input_ids" not in given:
         return given
-    if not all(np.all(row) for row in given.get("attention_mask", ())):
+    if not all(np.asarray(row).all() for row in given.get("attention_mask", ())):
         raise MTPError("The token ids must have no padding: tokenize without it.")
     return given["input_ids"]
