@@ -1,7 +1,8 @@
-"""The laws of the tool calls' parser: what Qwen's template writes is read back, and of any other text nothing is lost."""
+"""The laws of the tool calls' parser: what the templates write is read back, and of any other text nothing is lost."""
 
 import json
 import re
+from functools import cache
 from io import StringIO
 from itertools import cycle
 
@@ -9,17 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlx_mtp.text.formats import GLM, QWEN
 from mlx_mtp.text.schema import Schema, to_json
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from tests.support.profiles import examples
-from tests.support.tool_texts import INTEGER, OBJECT, PARTS, SCHEMAS, STRING, TAGS, render, rendered
+from tests.support.tool_texts import FORMATS, INTEGER, OBJECT, PARTS, SCHEMAS, STRING, TAGS, render, rendered
+
+every_template = pytest.mark.parametrize("format", FORMATS)
+every_format = pytest.mark.parametrize("format", [FORMATS[0], FORMATS[2]])  # whose calls are parsed differently
 
 
-def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS) -> list:
+def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS, format=QWEN) -> list:
     """The events of a text in pieces of these sizes, over and over, joined: content, or [name, JSON of the arguments, whether
     the call is complete].
     """
-    parser, found, rest = ToolCallParser(schemas), [], StringIO(text, newline="")
+    parser, found, rest = ToolCallParser(schemas, format), [], StringIO(text, newline="")
     pieces = iter(map(rest.read, cycle(sizes)).__next__, "")
     for event in [event for piece in pieces for event in parser.add(piece)] + parser.finish(cut):
         if isinstance(event, Text):
@@ -42,9 +47,9 @@ def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS) -> list:
     return found
 
 
-def calls_of(text: str, sizes=(1,), schemas=SCHEMAS) -> tuple[str, list[tuple[str, dict]]]:
+def calls_of(text: str, sizes=(1,), schemas=SCHEMAS, format=QWEN) -> tuple[str, list[tuple[str, dict]]]:
     """(content, calls), of which all must be complete."""
-    found = parse(text, sizes, schemas=schemas)
+    found = parse(text, sizes, schemas=schemas, format=format)
     assert all(f[2] for f in found if type(f) is list)
     content = "".join(f for f in found if type(f) is str)
     return content, [(f[0], json.loads(f[1])) for f in found if type(f) is list]
@@ -52,13 +57,18 @@ def calls_of(text: str, sizes=(1,), schemas=SCHEMAS) -> tuple[str, list[tuple[st
 
 # What the template writes
 
-QUOTE = render("write", {"path": "a", "content": "b\n"}) + "\n" + render("add", {"a": 1})
-AMBIGUOUS = re.compile(r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))")
+QUOTES = {
+    format: render("write", {"path": "a", "content": "b\n"}, format=format)
+    + "\n"
+    + render("add", {"a": 1}, format=format)
+    for format in TAGS
+}
+QUOTE = QUOTES[QWEN]
+AMBIGUOUS = re.compile(
+    r"</parameter>\s*(<parameter=|</function>\s*(</tool_call>|<function=))|</arg_value>\s*(<arg_key>|</tool_call>)"
+)
 
 words = st.text(max_size=8) | st.sampled_from(["12", "nul", "{a", "tru"])
-strings = st.lists(st.sampled_from(TAGS) | words, max_size=8).map("".join)
-strings = strings.filter(lambda s: not AMBIGUOUS.search(s) and not s.endswith("\r"))  # a line end would be layout
-texts = strings | st.tuples(words, words).map(lambda around: f"{around[0]}\n{QUOTE}\n{around[1]}")
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 integers, floats = st.integers(-(10**20), 10**20), st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
@@ -67,50 +77,66 @@ values = st.recursive(
     max_leaves=6,
 )
 objects = st.dictionaries(words, values, max_size=3)
-# A schema, and the values that it allows and that a text can tell apart.
-TYPED = [
-    (STRING, texts),
-    (INTEGER, integers),
-    ({"type": "number"}, floats | st.integers()),
-    ({"type": "boolean"}, st.booleans()),
-    ({"type": "null"}, st.none()),
-    (OBJECT, objects),
-    ({"type": "array"}, st.lists(values, max_size=3)),
-    ({"type": ["string", "null"]}, st.none() | texts.filter(lambda s: s.strip().lower() not in ("null", "none"))),
-    ({"anyOf": [INTEGER, {"type": "null"}]}, st.none() | st.integers()),
-    ({"oneOf": [OBJECT, STRING]}, objects | texts.filter(lambda s: s.strip()[:1] not in ("{", "[", "("))),
-    ({"$ref": "#/$defs/count"}, st.integers()),
-    ({"enum": ["a", "b", None]}, st.sampled_from(["a", "b", None])),
-    ({}, st.booleans() | st.integers() | objects),
-]
+
+
+@cache
+def typed_of(format) -> list:
+    """Schemas, each with the values that it allows and that a text can tell apart."""
+    strings = st.lists(st.sampled_from(TAGS[format]) | words, max_size=8).map("".join)
+    strings = strings.filter(lambda s: not AMBIGUOUS.search(s) and not s.endswith("\r"))  # a line end would be layout
+    between = st.sampled_from(["\n"] if format == QWEN else ["\n", ""])
+    texts = strings | st.tuples(words, between, words).map(lambda x: f"{x[0]}{x[1]}{QUOTES[format]}{x[1]}{x[2]}")
+    return [
+        (STRING, texts),
+        (INTEGER, integers),
+        ({"type": "number"}, floats | st.integers()),
+        ({"type": "boolean"}, st.booleans()),
+        ({"type": "null"}, st.none()),
+        (OBJECT, objects),
+        ({"type": "array"}, st.lists(values, max_size=3)),
+        ({"type": ["string", "null"]}, st.none() | texts.filter(lambda s: s.strip().lower() not in ("null", "none"))),
+        ({"anyOf": [INTEGER, {"type": "null"}]}, st.none() | st.integers()),
+        ({"oneOf": [OBJECT, STRING]}, objects | texts.filter(lambda s: s.strip()[:1] not in ("{", "[", "("))),
+        ({"$ref": "#/$defs/count"}, st.integers()),
+        ({"enum": ["a", "b", None]}, st.sampled_from(["a", "b", None])),
+        ({}, st.booleans() | st.integers() | objects),
+    ]
+
 
 BLOCK = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)  # of code, which would quote the calls
 contents = st.lists(st.sampled_from(["<tool_call>", "see ", "`", "\n"]) | words, max_size=5)
 contents = contents.map(lambda s: "".join(s).strip()).filter(lambda s: not BLOCK.search(s))
 
 
+def is_before_calls(content: str, format) -> bool:
+    """Whether calls may follow this content: on its last line, where the format has no lines, and its tag is none of theirs."""
+    line = content.rpartition("\n")[2]
+    return format == QWEN or not (line.count("`") % 2 or line.startswith(">") or line.endswith("<tool_call>"))
+
+
 @st.composite
-def answers(draw) -> tuple[str, list, dict, str]:
+def answers(draw, format) -> tuple[str, list, dict, str]:
     """(content, calls, schemas, what the template writes)"""
     schemas, calls = {}, []
     for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
-        typed = draw(st.dictionaries(names, st.sampled_from(TYPED), max_size=4))
+        typed = draw(st.dictionaries(names, st.sampled_from(typed_of(format)), max_size=4))
         properties = {key: schema for key, (schema, _) in typed.items()}
         schemas[name] = {"type": "object", "properties": properties, "$defs": {"count": INTEGER}}
         calls.append((name, {key: draw(of) for key, (_, of) in typed.items()}))
-    content = draw(contents)
-    return content, calls, schemas, rendered(content, calls, draw(st.booleans()))
+    content = draw(contents.filter(lambda content: is_before_calls(content, format)))
+    return content, calls, schemas, rendered(content, calls, draw(st.booleans()), format)
 
 
 sizes_ = st.lists(st.integers(1, 30), min_size=1, max_size=5)
 laws = {"suppress_health_check": [HealthCheck.too_slow]}
 
 
+@every_template
 @settings(examples(40), **laws)
-@given(answers(), sizes_)
-def test_reads_what_the_template_writes(answer, sizes):
-    content, calls, schemas, text = answer
-    found, read = calls_of(text, sizes, schemas)
+@given(st.data(), sizes_)
+def test_reads_what_the_template_writes(format, data, sizes):
+    content, calls, schemas, text = data.draw(answers(format))
+    found, read = calls_of(text, sizes, schemas, format)
     assert read == calls
     assert found.strip() == content
 
@@ -118,15 +144,14 @@ def test_reads_what_the_template_writes(answer, sizes):
 # Any text
 
 
-any_parts = st.lists(st.sampled_from(PARTS) | st.just(""), max_size=25)
-any_texts = any_parts.map(lambda parts: "".join(part or f"w{i}w" for i, part in enumerate(parts)))
-
-
+@every_format
 @settings(examples(100), **laws)
-@given(any_texts, sizes_, st.booleans())
-def test_loses_nothing(text, sizes, cut):
-    found = parse(text, sizes, cut)
-    assert found == parse(text, [len(text) + 1], cut)
+@given(st.data(), sizes_, st.booleans())
+def test_loses_nothing(format, data, sizes, cut):
+    parts = data.draw(st.lists(st.sampled_from(PARTS[format]) | st.just(""), max_size=25))
+    text = "".join(part or f"w{i}w" for i, part in enumerate(parts))
+    found = parse(text, sizes, cut, format=format)
+    assert found == parse(text, [len(text) + 1], cut, format=format)
     if not any(type(f) is list for f in found):
         assert found == [text] * bool(text)
     said = " ".join(f if type(f) is str else f"{f[0]} {f[1]}" for f in found)
@@ -189,9 +214,42 @@ def test_json_in_a_block(block, want):
     assert calls_of(f"Well.\n{text}{call}") == (content, [*(want or []), ("now", {})])
 
 
+GLM_ADD = render("add", {"a": 1, "b": 2}, format=GLM)
+
+
 @pytest.mark.parametrize(
-    "text",
+    ("text", "content", "calls"),
     [
+        (f"I look.{GLM_ADD}{GLM_ADD}", "I look.", [("add", {"a": 1, "b": 2})] * 2),  # also in a stream
+        (f"`a` is:\n{GLM_ADD}\nSo.", "`a` is:\n\nSo.", [("add", {"a": 1, "b": 2})]),
+        ("<tool_call>now</tool_call><tool_call>now\n</tool_call>", "", [("now", {})] * 2),
+        ("<tool_call>add <arg_key>a</arg_key> <arg_value>1</arg_value> </tool_call>", "", [("add", {"a": 1})]),
+        # Line ends of a value are its own.
+        (render("write", {"path": "\na\r\n"}, format=GLM), "", [("write", {"path": "\na\r\n"})]),
+        # A key comes once, and what has no schema is a string.
+        (GLM_ADD.replace(">b<", ">a<"), "", [("add", {"a": "1</arg_value><arg_key>a</arg_key><arg_value>2"})]),
+        (render("unknown", {"a": 5, "b": True}, format=GLM), "", [("unknown", {"a": "5", "b": "true"})]),
+        # JSON, with the name before it as well.
+        *((f"I look. <tool_call>{x}</tool_call>", "I look. ", [("add", {"a": 1})]) for x in (
+            '{"name": "add", "arguments": {"a": 1}}', 'add\n{"a": 1}', 'add {"a": 1}\n',
+        )),
+        ("<tool_call>now {}</tool_call>", "", [("now", {})]),
+    ],
+)  # fmt: skip
+def test_calls_of_glm(text, content, calls):
+    for size in (1, 7, len(text)):
+        assert calls_of(text, [size], format=GLM) == (content, calls)
+
+
+def test_arguments_of_glm_stream_behind_words():
+    parser = ToolCallParser(SCHEMAS, GLM)
+    text = "I write.<tool_call>write<arg_key>content</arg_key><arg_value>a line\nand ano"
+    arguments = [event.text for event in parser.add(text) if isinstance(event, CallArguments)]
+    assert arguments == ['{"content": "a line\\nand ano']
+
+
+NO_CALLS = {
+    QWEN: [
         '<tool_call>\n{"name": "add", "arguments": {"a": "',
         "<tool_call>\n<function=add>\n",
         f"Write <tool_call>\n{ADDED}</tool_call> to call it.",
@@ -206,28 +264,45 @@ def test_json_in_a_block(block, want):
         # Behind words, and in a fence, where text follows.
         f"Look: {ONE_LINE} is how.", f"Look: {ONE_LINE}{ONE_LINE}\n\nThat is how.", f"```\n{ONE_LINE}\nNo fence closes.",
     ],
-)  # fmt: skip
-def test_what_is_no_call_is_content(text):
-    assert calls_of(text) == (text, [])
+    GLM: [
+        '<tool_call>add {"a": "', '<tool_call>{"a": 1}</tool_call>', "<tool_call>add", "<tool_call>add<arg_key>a",
+        "The tag <tool_call> begins a call,\n<tool_call> too, and `</tool_call>` ends it.", f"```xml\n{GLM_ADD}\n```",
+        f"    {GLM_ADD}", f"- ```\n  {GLM_ADD}\n  ```", f"> {GLM_ADD}", f"It is `{GLM_ADD}", f"It is `{GLM_ADD}`.",
+        f"```\n{GLM_ADD}\nNo fence closes.",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "text"), [(format, text) for format in NO_CALLS for text in NO_CALLS[format]])
+def test_what_is_no_call_is_content(format, text):
+    assert calls_of(text, format=format) == (text, [])
     # and what follows it is read again
     text += "\n" if "No fence" not in text else "\n```\n"
-    assert calls_of(text + render("add", {"a": 1})) == (text, [("add", {"a": 1})])
+    assert calls_of(text + render("add", {"a": 1}, format=format), format=format) == (text, [("add", {"a": 1})])
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+IN_VALUES = {
+    QWEN: [
         "</tool_call>", "</function>", "</parameter>", "a</parameter>b", "\n</parameter>\n", "</parameter>\n</function>\n",
         "<parameter=b>", "x\n<parameter=b>", "\n", "\n\n", " \t", "",
         QUOTE, f"{QUOTE}\n", f"\n{QUOTE}\n{QUOTE}\n...", "<function=add></tool_call>0",
         "<parameter=city>\nRome\n</parameter>\n<parameter=day>\n1\n</parameter>",
     ],
-)  # fmt: skip
-def test_tags_in_a_value(value):
+    GLM: [
+        "</tool_call>", "</arg_value>", "a</arg_value>b", "\n</arg_value>\n", "</arg_key>", "<arg_key>b</arg_key>",
+        "\n", "\r\n\n", " \t", "", "x\n<arg_key>b</arg_key><arg_value>", QUOTES[GLM], f"{GLM_ADD}\n", f"\n{GLM_ADD * 2}\n...",
+        f"Say {GLM_ADD}, or", "<tool_call>add</tool_call>0", "<tool_call>now</tool_call>", "<tool_call>add", "<tool_call>",
+        "<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>day</arg_key><arg_value>1</arg_value>",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "value"), [(format, value) for format in IN_VALUES for value in IN_VALUES[format]])
+def test_tags_in_a_value(format, value):
     for arguments in ({"path": value, "content": "c"}, {"path": "p", "content": value}):
         for after in ([], [("now", {})], [("write", {"path": value})]):
             calls = [("write", arguments), *after]
-            assert calls_of(rendered("", calls))[1] == calls
+            assert calls_of(rendered("", calls, format=format), format=format)[1] == calls
 
 
 @pytest.mark.parametrize("value", ["p", "", "\r\n", "\ra", "a\r\n</parameter>\r\nb"])
@@ -259,23 +334,44 @@ CLOSE_PARAMETERS = [
 ]  # fmt: skip
 CLOSE_FUNCTIONS = ["</function>", "", "</function", "</function={}>", "</function/>", "</function >", "</functions>"]
 ENDS = ["</tool_call>", "", "</tool_call></tool_call>"]
-PROPER = [OPEN_FUNCTIONS[0], OPEN_PARAMETERS[0], CLOSE_PARAMETERS[0], CLOSE_FUNCTIONS[0], ENDS[0]]
-FORMS = [OPEN_FUNCTIONS, OPEN_PARAMETERS, CLOSE_PARAMETERS, CLOSE_FUNCTIONS, ENDS]
-DRIFTS = [[*PROPER[:i], form, *PROPER[i + 1 :]] for i, forms in enumerate(FORMS) for form in forms]
-DRIFTS += [
-    [*PROPER[:2], "", "", "</tool_call>"], [*PROPER[:2], "", "", ""], [*PROPER[:2], "</{}>", "</{}>", ""],
-    [*PROPER[:3], "", ""], [*PROPER[:3], "</{}>", "</tool_call>"],
-    [*PROPER[:2], "</parameter", "</function", ""], [*PROPER[:2], "", "</function", "</tool_call>"],
-    [*PROPER[:2], "</function>", *PROPER[3:]], [*PROPER[:2], "</tool_call>", *PROPER[3:]],
+FORMS = {
+    QWEN: [OPEN_FUNCTIONS, OPEN_PARAMETERS, CLOSE_PARAMETERS, CLOSE_FUNCTIONS, ENDS],
+    GLM: [
+        ["{}", "\n{}", " {} ", "<tool_call>{}", "\n<tool_call>{}"],
+        [
+            "<arg_key>{}</arg_key><arg_value>", "<arg_key>{}</arg_key>\n<arg_value>", "<arg_key> {} </arg_key> <arg_value>",
+            "<arg_key>{}</arg_key></arg_key><arg_value>", "<arg_key><arg_key>{}</arg_key><arg_value>", "<arg_key>{}<arg_value>",
+        ],
+        ["</arg_value>", "", "</arg_value/>", "</ arg_value>", "</arg_value>>", "</{}>"],
+        [""], ENDS,
+    ],
+}  # fmt: skip
+PROPER = {format: [of_a_tag[0] for of_a_tag in forms] for format, forms in FORMS.items()}
+DRIFTS = {
+    format: [
+        [*PROPER[format][:i], form, *PROPER[format][i + 1 :]] for i, of_a_tag in enumerate(forms) for form in of_a_tag
+    ]
+    for format, forms in FORMS.items()
+}
+DRIFTS[QWEN] += [
+    [*PROPER[QWEN][:2], *closing] for closing in (
+        ["", "", "</tool_call>"], ["", "", ""], ["</{}>", "</{}>", ""], ["</parameter>", "", ""],
+        ["</parameter>", "</{}>", "</tool_call>"], ["</parameter", "</function", ""], ["", "</function", "</tool_call>"],
+        ["</function>", "</function>", "</tool_call>"], ["</tool_call>", "</function>", "</tool_call>"],
+    )
 ]  # fmt: skip
+DRIFTS[GLM] += [[*PROPER[GLM][:2], *closing] for closing in (["", "", ""], ["</tool_call>", "", "</tool_call>"])]
 
 
-def write_call(name: str, arguments: dict, forms: list, between: str = "\n") -> str:
+def write_call(name: str, arguments: dict, forms: list, between: str = "\n", format=QWEN) -> str:
     """A call with tags of these forms, each a template or a function that makes one out."""
     open_function, open_parameter, close_parameter, close_function, end = forms
-    lines = ["<tool_call>", open_function.format(name)]
-    for key, value in arguments.items():
-        lines += [open_parameter.format(key) + between + str(value), close_parameter.format(key)]
+    values = [(open_parameter.format(key), str(value), close_parameter.format(key)) for key, value in arguments.items()]
+    if format == GLM:
+        lines = ["<tool_call>" + open_function.format(name), *map("".join, values)]
+    else:
+        lines = ["<tool_call>", open_function.format(name)]
+        lines += [line for begin, value, end_of_value in values for line in (begin + between + value, end_of_value)]
     lines += [close_function.format(name), end]
     return between.join(line for line in lines if line)
 
@@ -291,50 +387,53 @@ FILES = {
 NEED_LINES = {"<function={}", "<function {}>", "<parameter={}", '<parameter="{}"', "<parameter {}>"}
 
 
+@every_format
 @pytest.mark.parametrize(
     ("call", "other", "between"),
     [(READ, WRITE, "\n"), (WRITE, WRITE, "\n"), (LIMITED, WRITE, "\n"), (LIMITED, READ, "")],
 )
-def test_a_call_whose_tags_drift_is_the_one_that_is_meant(call, other, between):
+def test_a_call_whose_tags_drift_is_the_one_that_is_meant(format, call, other, between):
     """Alone, before and after another, and before text if it has an end. Tests below have pieces of other sizes."""
-    proper, sizes = write_call(*other, PROPER, between), (4,)
-    for forms in DRIFTS:
+    proper, sizes = write_call(*other, PROPER[format], between, format), (4,)
+    for forms in DRIFTS[format]:
         if not between and (NEED_LINES & {*forms} or (forms[2] in ("</parameter", "") and forms[3] == "</function")):
             continue
-        drifting = write_call(*call, forms, between)
+        drifting = write_call(*call, forms, between, format)
         for text, calls in (
             (drifting, [call]), (f"{drifting}\n{proper}", [call, other]), (f"{proper}\n{drifting}", [other, call]),
             (f"{drifting}\n{drifting}\n\n{drifting}", [call] * 3), (f"{proper}{drifting}", [other, call]),
         ):  # fmt: skip
-            content, found = calls_of(text, sizes, FILES)
+            content, found = calls_of(text, sizes, FILES, format)
             assert found == calls, text
             assert content.strip() == "", text
         if forms[3] or forms[4]:
-            assert calls_of(f"{drifting}\n\nIt is so.", sizes, FILES) == ("\n\nIt is so.", [call]), forms
+            assert calls_of(f"{drifting}\n\nIt is so.", sizes, FILES, format) == ("\n\nIt is so.", [call]), forms
 
 
-TAG = re.compile(r"</?(?:tool_call|function|parameter)[^<>]*>")
+TAG = re.compile(r"</?(?:tool_call|function|parameter|arg_key|arg_value)[^<>]*>")
 CALLS = [READ, ("write", {"path": "a", "content": "x < 1\n\n  </b>\n"}), LIMITED, ("now", {})]
 ALTER = {
     "drop": lambda tag: "", "drop its end": lambda tag: tag[:-1], "drop its beginning": lambda tag: tag[1:],
     "twice": lambda tag: f"{tag}\n{tag}", "open": lambda tag: tag.replace("/", ""), "close": lambda tag: f"</{tag[1:]}",
     "of a parameter": lambda tag: "</parameter>", "of a function": lambda tag: "</function>",
-    "of all": lambda tag: "</tool_call>",
+    "of a value": lambda tag: "</arg_value>", "of all": lambda tag: "</tool_call>",
 }  # fmt: skip
 
 
+@every_format
 @pytest.mark.parametrize("alter", ALTER.values(), ids=ALTER)
 @settings(examples(8), **laws)
 @given(st.lists(st.sampled_from(CALLS), min_size=1, max_size=3), st.data(), sizes_)
-def test_one_tag_that_is_wrong_is_wrong_for_its_call_alone(alter, calls, data, sizes):
+def test_one_tag_that_is_wrong_is_wrong_for_its_call_alone(format, alter, calls, data, sizes):
     """The other calls are as they were, and no call has another one in it, or a value of a wrong type."""
-    blocks, schemas = [write_call(*call, PROPER) for call in calls], {**FILES, "now": {}}
+    blocks = [write_call(*call, PROPER[format], format=format) for call in calls]
+    schemas = {**FILES, "now": {}}
     i = data.draw(st.integers(0, len(calls) - 1))
     tag = data.draw(st.sampled_from([*TAG.finditer(blocks[i])]))
     blocks[i] = blocks[i][: tag.start()] + alter(tag[0]) + blocks[i][tag.end() :]
     text = "\n".join(blocks)
-    _, found = calls_of(text, sizes, schemas)
-    assert calls_of(text, [len(text)], schemas)[1] == found
+    _, found = calls_of(text, sizes, schemas, format)
+    assert calls_of(text, [len(text)], schemas, format)[1] == found
     others = [call for n, call in enumerate(calls) if n != i]
     n = next((n for n, call in enumerate(found) if found[:n] + found[n + 1 :] == others), None)
     assert n is not None or found == others, text
@@ -353,22 +452,27 @@ PROSE = [
     "The form is `<function=read>`.", "> <tool_call>\n> <function=read>", "<parameter=path>", "a < b, c > d",
     "<functions> are\n</so>",
 ]  # fmt: skip
-VALUES = [
-    "a.py", "", "x < 1\n\n  y > 2", "<path>x</path>", "<b>\n  </i>", "see `<parameter=mode>` in",
-    "the </function> tag", "` ``` `", "<tool_call>", "``\n~~~\nx", "`</parameter>`.", "use <function=read>: now",
-]  # fmt: skip
-paths, limits = {"path": st.sampled_from(VALUES)}, {"limit": st.integers(-9, 99)}
-arguments_ = st.one_of(
-    st.tuples(st.just("read"), st.fixed_dictionaries(paths, optional=limits)),
-    st.tuples(st.just("write"), st.fixed_dictionaries({**paths, "content": st.sampled_from(VALUES)})),
-)
-QUOTED = write_call(*WRITE, PROPER)
+ANY_VALUES = ["a.py", "", "x < 1\n\n  y > 2", "<path>x</path>", "<b>\n  </i>", "` ``` `", "<tool_call>", "``\n~~~\nx"]
+VALUES = {
+    QWEN: ["see `<parameter=mode>` in", "the </function> tag", "`</parameter>`.", "use <function=read>: now"],
+    GLM: ["see `<arg_key>mode</arg_key>` in", "the </tool_call> tag", "`</arg_value>`.", "use <tool_call>read: now"],
+}
+
+
+@cache
+def arguments_of(format):
+    """Functions and their arguments."""
+    texts = st.sampled_from([*ANY_VALUES, *VALUES[format]])
+    read = st.fixed_dictionaries({"path": texts}, optional={"limit": st.integers(-9, 99)})
+    write = st.fixed_dictionaries({"path": texts, "content": texts})
+    return st.tuples(st.just("read"), read) | st.tuples(st.just("write"), write)
 
 
 @st.composite
-def spoken(draw) -> tuple[str, str, list]:
+def spoken(draw, format) -> tuple[str, str, list]:
     """(text, content, calls)"""
     parts, calls = [], []
+    proper, quoted = PROPER[format], write_call(*WRITE, PROPER[format], format=format)
     for i in range(draw(st.integers(1, 5))):
         kind = draw(st.sampled_from(["prose", "quoted", "proper", "drifting", "drifting", "bare"]))
         if kind == "prose":
@@ -377,26 +481,28 @@ def spoken(draw) -> tuple[str, str, list]:
             containers = [("", ""), ("- ", "  "), ("1) ", "   "), ("- [ ] ", "  "), ("> ", "> ")]
             marker, indentation = draw(st.sampled_from(containers))
             fence = draw(st.sampled_from(["```", "~~~~"]))
-            lines = [f"{fence}xml", *QUOTED.split("\n"), fence]
+            lines = [f"{fence}xml", *quoted.split("\n"), fence]
             parts.append((marker + f"\n{indentation}".join(lines) + f"\n\nw{i}w\n\n", True))
         else:
-            forms = PROPER if kind != "drifting" else [draw(st.sampled_from(of_a_tag)) for of_a_tag in FORMS]
+            forms = proper if kind != "drifting" else [draw(st.sampled_from(of_a_tag)) for of_a_tag in FORMS[format]]
             if kind == "drifting" and not forms[4]:  # text may follow
-                forms[2:4] = draw(st.sampled_from(CLOSE_PARAMETERS).filter(bool)), CLOSE_FUNCTIONS[0]
-            calls.append(draw(arguments_))
-            call = write_call(*calls[-1], forms).removeprefix("<tool_call>\n" * (kind == "bare"))
+                closes = draw(st.sampled_from(FORMS[format][2]).filter(bool))
+                forms[2:] = closes, proper[3], "" if proper[3] else ENDS[0]
+            calls.append(draw(arguments_of(format)))
+            call = write_call(*calls[-1], forms, format=format).removeprefix("<tool_call>\n" * (kind == "bare"))
             parts.append((f"{call}\n\n", False))
     if last := draw(st.sampled_from(["", "w Now:", "```xml\n", "- ~~~\n  a\n"])):
-        calls.append(draw(arguments_))
-        parts += [(last, True), (write_call(*calls[-1], PROPER), False)]
+        calls.append(draw(arguments_of(format)))
+        parts += [(last, True), (write_call(*calls[-1], proper, format=format), False)]
     return "".join(part for part, _ in parts), "".join(part for part, is_content in parts if is_content), calls
 
 
+@every_format
 @settings(examples(100), **laws)
-@given(spoken(), sizes_)
-def test_an_answer_is_its_words_and_its_calls(answer, sizes):
-    text, content, calls = answer
-    found, read = calls_of(text, sizes, FILES)
+@given(st.data(), sizes_)
+def test_an_answer_is_its_words_and_its_calls(format, data, sizes):
+    text, content, calls = data.draw(spoken(format))
+    found, read = calls_of(text, sizes, FILES, format)
     assert read == calls
     assert found.split() == content.split()
 

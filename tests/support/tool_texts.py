@@ -1,4 +1,4 @@
-"""Tool calls as Qwen's chat template writes them, and a model with that template."""
+"""Tool calls as Qwen's and GLM's chat templates write them, and models with such templates."""
 
 import json
 import shutil
@@ -6,15 +6,21 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+import pytest
 from mlx.utils import tree_flatten
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlx_mtp.checkpoint import DEMO
+from mlx_mtp.text.formats import GLM, GLM_LINES, QWEN, Format
 
 from .checkpoints import write
 from .models import DATA, tiny_config, tiny_model
 
 TEMPLATE = (DATA / "tools.jinja").read_text()
+GLM_45 = (DATA / "glm.jinja").read_text()
+GLM_47 = GLM_45.replace("\\n", "").replace("is_new = false", "is_new = true")
+TEMPLATES = {QWEN: TEMPLATE, GLM_LINES: GLM_45, GLM: GLM_47}
+FORMATS = [pytest.param(format, id=name) for format, name in zip(TEMPLATES, ("qwen", "glm-4.5", "glm-4.7"))]
 END = "<|im_end|>"
 FOLDERS = TemporaryDirectory(prefix="models-")
 THINKING = "</think>", "<think>"
@@ -29,26 +35,40 @@ SCHEMAS = {
 FUNCTIONS = [{"name": name, "parameters": schema} for name, schema in SCHEMAS.items()]
 
 # What texts with calls and without are made of.
-TAGS = [
-    "<tool_call>", "</tool_call>", "<function=add>", "</function>", "</parameter>", "\n", " ", "```", '{"name": "add"',
-]  # fmt: skip
-PARTS = [
-    *TAGS, "<function=", "<parameter=", "<parameter=a>", "<parameter=value>", ">", "true", "12", '"', "}", "{", "[",
-    "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
-    '<tool_call>\n{"name": "set", "arguments": {"value": "', "<tool_call>\n<function=set>\n<parameter=options>\n",
-]  # fmt: skip
+IN_ALL = ["<tool_call>", "</tool_call>", "\n", " ", "```", '{"name": "add"']
+TAGS = {
+    QWEN: [*IN_ALL, "<function=add>", "</function>", "</parameter>"],
+    GLM: [*IN_ALL, "<tool_call>add", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+}
+PIECES = [*IN_ALL, ">", "true", "12", '"', "}", "{", "[", '<tool_call>\n{"name": "set", "arguments": {"value": "']
+PARTS = {
+    QWEN: [
+        *PIECES, *TAGS[QWEN], "<function=", "<parameter=", "<parameter=a>", "<parameter=value>",
+        "<tool_call>\n<function=add>\n<parameter=a>\n", "\n</parameter>\n", "\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=set>\n<parameter=options>\n",
+    ],
+    GLM: [
+        *PIECES, *TAGS[GLM], "<arg_key>a</arg_key><arg_value>", "<arg_key>value</arg_key>\n<arg_value>", "</arg_value>\n",
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value></tool_call>",
+        "<tool_call>set<arg_key>options</arg_key><arg_value>",
+    ],
+}  # fmt: skip
+for of_format in (TAGS, PARTS):
+    of_format[GLM_LINES] = of_format[GLM]
 
 
-def render(name: str, arguments: dict, json_scalars: bool = False) -> str:
+def render(name: str, arguments: dict, json_scalars: bool = False, format: Format = QWEN) -> str:
     """A call as the template writes it."""
-    return rendered("", [(name, arguments)], json_scalars)
+    return rendered("", [(name, arguments)], json_scalars, format).lstrip("\n")
 
 
-def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = False) -> str:
+def rendered(content: str, calls: list[tuple[str, dict]], json_scalars: bool = False, format: Format = QWEN) -> str:
+    """An answer without reasoning."""
     calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in calls]
     message = {"role": "assistant", "content": content, "tool_calls": calls}
-    text = render_jinja_template([[message]], chat_template=TEMPLATE, json_scalars=json_scalars)[0][0]
-    return text.removeprefix("<|im_start|>assistant\n").removesuffix("<|im_end|>\n")
+    text = render_jinja_template([[message]], chat_template=TEMPLATES[format], json_scalars=json_scalars)[0][0]
+    begin = "<|im_start|>assistant\n" if format == QWEN else "</think>"
+    return text.partition(begin)[2].removesuffix("<|im_end|>\n")
 
 
 @cache

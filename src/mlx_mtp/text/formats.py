@@ -1,9 +1,10 @@
 """The formats of calls: what chat templates write, and patterns that also match what models make of it."""
 
+import re
 from typing import Any, NamedTuple
 
 import regex
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
 
 # Bounded, so that little text is held back, and matched again with each piece.
 SPACE = r"\s{0,64}"
@@ -12,6 +13,7 @@ START, END = "<tool_call>", "</tool_call>"
 LINE_END = r"\r?\n"
 CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
 _KEY = rf"[^\r\n<>]{{1,{LONGEST_KEY}}}"
+_NAME = r"[^\s<>\"{\[]{1,256}"  # of a function that has no tag
 _NEVER = "(?!)"
 
 
@@ -61,7 +63,8 @@ class Format:
         line, bare = (LINE_END, function) if self.has_lines else ("", f"(?P<name>{_NEVER})")
         start = rf"(?:{START}\n?(?={START}))?(?P<start>{START}{SPACE})"  # a model may write it twice
         begin = f"{f'(?:{start})?' if self.has_lines else start}{function}"
-        json = rf"(?P<json>{START}{SPACE}(?:\[{SPACE})?\{{{SPACE}\")"
+        named = "" if self.has_lines else rf"{_NAME}{SPACE}\{{{SPACE}[\"}}]|"  # JSON behind a name
+        json = rf"(?P<json>{START}{SPACE}(?:{named}(?:\[{SPACE})?\{{{SPACE}\"))"
         self.block = regex.compile(rf" {{0,3}}(?:{begin}|{json})")
         self.part = regex.compile(rf"{SPACE}(?:{parameter}|{bare}|(?P<close>{closes_function})|{END})")
         self.after_function = regex.compile(rf"{SPACE}(?:(?P<end>{END})|{bare})")
@@ -117,15 +120,31 @@ def _qwen(is_json: bool) -> Format:
     )
 
 
+def _glm(line: str) -> Format:
+    """Of GLM-4.7 and later; of GLM-4.5 and 4.6 with line ends."""
+    parameter = rf"(?:<arg_key>{SPACE}){{1,2}}(?P<key>{_KEY})(?:</arg_key>{SPACE}){{0,2}}<arg_value>"
+    followed = rf"(?={SPACE}(?:{parameter.replace('?P<key>', '?:')}|{END}))"
+    tags = START, "", line, "<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}", END
+    return Format(
+        Written(*tags, thought=("", line)),
+        function=rf"(?P<name>{_NAME}){followed}",
+        parameter=parameter,
+        after=f"{parameter}|{END}",
+        closers="arg_value|tool_call",
+    )
+
+
 def _loose(tags: str) -> str:
     """A pattern of these tags, with any white space between two of them."""
     return tags.replace("\n", "").replace("><", r">\s*<")
 
 
-QWEN, JSON = _qwen(is_json=False), _qwen(is_json=True)
+QWEN, JSON, GLM, GLM_LINES = _qwen(is_json=False), _qwen(is_json=True), _glm(""), _glm("\n")
 
 
 def format_of(tokenizer: Any) -> Format | None:
     """The format of calls in a model's chat template, by mlx-lm's parser for it; ``None`` for another format, or none."""
+    if tokenizer.tool_parser == glm47.parse_tool_call:
+        return GLM_LINES if re.search(r"</arg_key>(\n|\\n)", str(tokenizer.chat_template)) else GLM
     formats = {qwen3_coder.parse_tool_call: QWEN, json_tools.parse_tool_call: JSON}
     return formats.get(tokenizer.tool_parser)

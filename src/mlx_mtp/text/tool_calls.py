@@ -45,6 +45,7 @@ Event = Text | Call
 AFTER_BLOCK = regex.compile(rf"{SPACE}(?P<end>{END})")  # a model may write it twice
 BLOCK_TAG = re.compile(f"{START}|{END}")
 PLACE = regex.compile(rf"(?<=\n)|{START}")
+NAMED_JSON = re.compile(r"\s*([^\s\"{\[]+)\s*(\{.*)", re.DOTALL)
 
 
 class _Buffer:
@@ -329,6 +330,8 @@ def _escape(text: str) -> str:
 
 def _json_calls(text: str) -> list[tuple[str, str]]:
     """The names of a call or of a list of them, and the JSON of their arguments; an error if the text is none."""
+    if m := NAMED_JSON.fullmatch(text):
+        text = f'{{"name": {json.dumps(m[1])}, "arguments": {m[2]}}}'
     value, calls = parse_json(text), []
     for call in value if isinstance(value, list) else [value]:
         name, arguments = call["name"], call.get("arguments", call.get("parameters"))

@@ -176,7 +176,8 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     if request.tools and not tokenizer.has_tool_calling:
         logging.warning("The request has tools, but the model's chat template does not support them.")
     elif request.tools and format_of(tokenizer) is None:
-        raise ApiError(400, "The model does not write tool calls in Qwen's formats: use mlx_lm.server.", param="tools")
+        message = "The model writes tool calls neither in Qwen's formats nor in GLM's: use mlx_lm.server."
+        raise ApiError(400, message, param="tools")
     prefill = ""
     marks = tokenizer.marks[False]
     variables = {**options.chat_template_args, **_cut(request.args.chat_template_kwargs or {}, marks)}
