@@ -15,11 +15,12 @@ import mlx_mtp
 from mlx_mtp.server import structured_output
 from mlx_mtp.server.request import ApiError, Request, StructuredOutput
 from mlx_mtp.text import grammar
+from mlx_mtp.text.formats import format_of
 from tests.support.decoding import mtp, plain
 from tests.support.engine import Engine
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, read, tools_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import FUNCTIONS, THINKING, model_with, render
+from tests.support.tool_texts import FUNCTIONS, GLM_47, GLM_MARKS, TEMPLATE, THINKING, model_with, render
 
 PERSON = {
     "type": "object",
@@ -156,10 +157,17 @@ def test_other_ranks_are_not_sent_the_grammar(tagged):
 # The grammar of calls
 
 
-@pytest.fixture(scope="module", params=[(), ("<tool_call>", "</tool_call>")], ids=["text", "tokens"])
+MODELS = {
+    "text": (TEMPLATE, *THINKING), "tokens": (TEMPLATE, *THINKING, "<tool_call>", "</tool_call>"),
+    "glm": (GLM_47, *GLM_MARKS),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
 def tagged(request):
-    """A model and its tokenizer. The tags of calls are text, or as with Qwen tokens of their own."""
-    return mlx_mtp.load(model_with(*THINKING, *request.param), mtp=True)
+    """A model and its tokenizer. The tags of calls are text, or as with Qwen and GLM tokens of their own."""
+    template, *marks = request.param
+    return mlx_mtp.load(model_with(*marks, template=template), mtp=True)
 
 
 @pytest.fixture
@@ -167,22 +175,25 @@ def tokenizer(tagged):
     return tagged[1]
 
 
-ADD, NOW = render("add", {"a": 1, "b": 2}), render("now", {})
+def call_of(tokenizer, name: str, **arguments) -> str:
+    return render(name, arguments, format=format_of(tokenizer))
 
 
 @pytest.mark.parametrize("thought", ["", "Hm.\n<tool_call>\n</think>"], ids=["", "thinking"])
 def test_an_answer_with_tools_is_a_call_or_a_text_of_the_form(tokenizer, thought):
     person, tools = json.dumps({"name": "Ann", "age": 3}), tools_of(CHAT, *TOOLS[1:])
+    add, now = call_of(tokenizer, "add", a=1, b=2), call_of(tokenizer, "now")
+    calls = [add, f"{add}\n{now}", f"\n\n{add}{now}"]
     body, form = {"messages": ASK, "tools": tools, "tool_choice": "auto"}, {"response_format": json_schema(PERSON)}
-    bad = ["Yes.", "{}", f"{person}\n{ADD}", f"{ADD}\n{person}", render("remove", {}), ""]
+    bad = ["Yes.", "{}", f"{person}\n{add}", f"{add}\n{person}", call_of(tokenizer, "remove"), ""]
     for fields, good in (
-        ({**body, **form}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
-        ({**body, "guided_regex": re.escape(person)}, [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
+        ({**body, **form}, [person, *calls]),
+        ({**body, "guided_regex": re.escape(person)}, [person, *calls]),
         ({**body, **form, "tool_choice": "none"}, [person]),
-        ({**body, **form, "tool_choice": "required"}, [ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}"]),
+        ({**body, **form, "tool_choice": "required"}, calls),
     ):
         (grammar,) = structured_output.make_output_grammar(tokenizer, read(CHAT, **fields), thought != "")
-        texts = [person, ADD, f"{ADD}\n{NOW}", f"\n\n{ADD}", *bad]
+        texts = [person, *calls, *bad]
         assert [text for text in texts if is_left(tokenizer, grammar.copy(), thought + text)] == good
 
 
@@ -197,8 +208,6 @@ def test_calls_of_other_models_cannot_be_required(tokenizer):
 
 
 STRICT = [{**tool, "strict": tool["name"] == "pick"} for tool in TOOLS]
-RED, BLUE = (render("pick", {"color": color, "n": 3}) for color in ("red", "blue"))
-FENCED = f"So:\n```\n{BLUE}\n```\n"
 
 
 def grammar_for(tokenizer, tools=STRICT, choice="auto", in_reasoning: bool = False):
@@ -211,26 +220,30 @@ def grammar_for(tokenizer, tools=STRICT, choice="auto", in_reasoning: bool = Fal
 def is_left(tokenizer, grammar, text: str) -> bool:
     """Whether a logits processor leaves each token of a text, and then its end."""
     tokens, logits = tokenizer.encode(text, add_special_tokens=False), mx.zeros((1, len(tokenizer.get_vocab())))
-    tokens += list(tokenizer.eos_token_ids)
+    tokens.append(max(tokenizer.eos_token_ids))
     rows = [grammar(mx.array([5, 6, *tokens[:i]]), logits)[0, token] for i, token in enumerate(tokens)]
     return mx.all(mx.stack(rows) == 0).item()
 
 
-LEFT = [
-    "", "A `<tool_call>` and a <tool_call>\nin prose.", FENCED, RED, f"{FENCED}\n{RED}",
-    f"Yes.\n\n{RED}\n{render('add', {'a': 'x', 'z': [1]})}\n",
-]  # fmt: skip
-REFUSED = [
-    BLUE, f"Yes.\n\n{RED}\n{BLUE}", f"{FENCED}\n{BLUE}", RED[:-20], render("remove", {}), "Yes.\n<tool_call>\nis a tag.",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("thought", ["", f"Hm.\n{BLUE}\n```\n</think>\n```\n</think>\n\n"], ids=["", "thinking"])
-def test_strict_calls(tokenizer, thought):
+@pytest.mark.parametrize("thinks", [False, True], ids=["", "thinking"])
+def test_strict_calls(tokenizer, thinks):
     """The text is free where it does not call, and calls of other tools are free in their arguments."""
-    for text in (*LEFT, *REFUSED):
-        grammar = grammar_for(tokenizer, in_reasoning=thought != "")
-        assert is_left(tokenizer, grammar, thought + text) == (text in LEFT), text
+    red, blue = (call_of(tokenizer, "pick", color=color, n=3) for color in ("red", "blue"))
+    fenced, free = f"So:\n```\n{blue}\n```\n", call_of(tokenizer, "add", a="x", z=[1])
+    thought, prose = (
+        f"Hm.\n{blue}\n```\n</think>\n```\n</think>\n\n" * thinks,
+        "A `<tool_call>` and a <tool_call>\nin prose.",
+    )
+    left = ["", fenced, red, f"{fenced}\n{red}", f"Yes.\n\n{red}\n{free}\n"]
+    refused = [blue, f"Yes.\n\n{red}\n{blue}", f"{fenced}\n{blue}", red[:-20], "Yes.\n<tool_call>\nis a tag."]
+    if format_of(tokenizer).has_lines:  # behind words, a tag is a mention
+        left.append(prose)
+    else:
+        left.append(f"Yes.{red}{free}")
+        refused += [prose, f"Yes.{blue}"]
+    for text in (*left, *refused, call_of(tokenizer, "remove")):
+        grammar = grammar_for(tokenizer, in_reasoning=thinks)
+        assert is_left(tokenizer, grammar, thought + text) == (text in left), text
 
 
 @pytest.mark.parametrize(("tools", "choice"), [(STRICT, "auto"), (TOOLS, "required")])
@@ -247,7 +260,8 @@ def test_calls_in_json(monkeypatch, tokenizer, tools, choice):
 
 def test_drafts_change_nothing_of_strict_calls(tagged):
     model, tokenizer = tagged
-    prompt, begin = [5, 6], tokenizer.encode("Yes.\n<tool_call>\n", add_special_tokens=False)
+    written = format_of(tokenizer).written
+    prompt, begin = [5, 6], tokenizer.encode(f"Yes.\n{written.begin}", add_special_tokens=False)
 
     def call(tokens, logits):
         """A logits processor that begins one."""
@@ -258,8 +272,8 @@ def test_drafts_change_nothing_of_strict_calls(tagged):
         return dict(max_tokens=32, logits_processors=[call, grammar_for(tokenizer)])
 
     want = plain(prompt, model, **options())
-    calls = tokenizer.decode(want).removeprefix("Yes.\n").removeprefix("<tool_call>\n")
-    assert calls.startswith(tuple(f"<function={tool['name']}>\n" for tool in STRICT))
+    calls = tokenizer.decode(want).removeprefix(f"Yes.\n{written.begin}")
+    assert calls.startswith(tuple(f"{written.function}{tool['name']}{written.named}" for tool in STRICT))
     for depth in (1, "auto"):
         assert mtp(prompt, model, num_draft_tokens=depth, **options()) == want
 

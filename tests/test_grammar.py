@@ -22,6 +22,7 @@ from mlx_mtp.core.drafts.settings import DraftLMHead, DraftSettings
 from mlx_mtp.errors import MTPError
 from mlx_mtp.server.request import ApiError, StructuredOutput
 from mlx_mtp.server.structured_output import make_output_grammar
+from mlx_mtp.text.formats import GLM, QWEN
 from mlx_mtp.text.grammar import ForcedTokens
 from mlx_mtp.text.schema import ANY, Schema, standard
 from mlx_mtp.text.tool_calls import CallArguments, ToolCallParser
@@ -29,7 +30,7 @@ from tests.support.decoding import mtp, plain
 from tests.support.grammars import Letters, grammar_of
 from tests.support.models import model_of
 from tests.support.profiles import examples
-from tests.support.tool_texts import THINKING, model_with, render
+from tests.support.tool_texts import GLM_MARKS, TEMPLATES, THINKING, every_format, every_template, model_with, render
 from tests.support.ways import every_way, generate
 
 TOKENS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz", "ab", "abc", "the", "ing", "qu"]  # 32
@@ -225,6 +226,13 @@ def tokenizer():
     return mlx_mtp.load(model_with(*THINKING, "<tool_call>", "</tool_call>"), mtp=True)[1]
 
 
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer):
+    """By their formats."""
+    of_glm = {format: model_with(*GLM_MARKS, template=TEMPLATES[format]) for format in TEMPLATES if format != QWEN}
+    return {QWEN: tokenizer, **{format: mlx_mtp.load(model, mtp=True)[1] for format, model in of_glm.items()}}
+
+
 def grammar_for(tokenizer, parameters, strict=False):
     tool = {"name": "f", "parameters": parameters, "strict": strict}
     request = SimpleNamespace(structured_output=StructuredOutput("tool_choice", calls=[tool]), grammar=None)
@@ -233,19 +241,23 @@ def grammar_for(tokenizer, parameters, strict=False):
 
 
 def allows(tokenizer, grammar, text: str) -> bool:
-    tokens = [*tokenizer.encode(text, add_special_tokens=False), *tokenizer.eos_token_ids]
-    return grammar.copy().matcher.try_consume_tokens(tokens) == len(tokens)
+    """Whether it may end after this text, with each token that ends one."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    texts = [[*tokens, end] for end in tokenizer.eos_token_ids]
+    (is_allowed,) = {grammar.copy().matcher.try_consume_tokens(ids) == len(ids) for ids in texts}
+    return is_allowed
 
 
-def call(arguments: dict) -> str:
-    return render("f", arguments, json_scalars=True)
+def call(arguments: dict, format=QWEN) -> str:
+    return render("f", arguments, json_scalars=True, format=format)
 
 
-def read(parameters, text: str) -> dict:
-    """What a client gets of a call."""
-    parser = ToolCallParser({"f": parameters})
+def read(parameters, text: str, format=QWEN) -> dict | None:
+    """What a client gets of a call, if it is one."""
+    parser = ToolCallParser({"f": parameters}, format)
     events = parser.add(text) + parser.finish(cut=False)
-    return json.loads("".join(event.text for event in events if isinstance(event, CallArguments)))
+    arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
+    return json.loads(arguments) if parser.n_calls == 1 else None
 
 
 # Where a schema says what it says
@@ -276,15 +288,17 @@ PLACES = [  # schema, arguments that it allows, and others
 ]  # fmt: skip
 
 
+@every_template
 @pytest.mark.parametrize(("schema", "good", "bad"), PLACES, ids=lambda x: json.dumps(x)[:50])
-def test_grammar_and_types_come_from_the_same_places(monkeypatch, tokenizer, schema, good, bad):
+def test_grammar_and_types_come_from_the_same_places(monkeypatch, tokenizers, format, schema, good, bad):
+    tokenizer = tokenizers[format]
     grammar = grammar_for(tokenizer, schema)
     for arguments in good:
-        assert allows(tokenizer, grammar, call(arguments)), arguments
-        assert read(schema, call(arguments)) == arguments
+        assert allows(tokenizer, grammar, call(arguments, format)), arguments
+        assert read(schema, call(arguments, format), format) == arguments
     for arguments in bad:
-        assert not allows(tokenizer, grammar, call(arguments)), arguments
-    if "Properties" in str(schema):
+        assert not allows(tokenizer, grammar, call(arguments, format)), arguments
+    if "Properties" in str(schema) or format != QWEN:
         return
     monkeypatch.setattr(tokenizer, "_tool_parser", json_tools.parse_tool_call)  # as Qwen3-Next writes them
     grammar = grammar_for(tokenizer, schema)
@@ -515,13 +529,15 @@ def parameters(draw):
     return {**schema, "$defs": {"all": of_all, "one": one, "two": two}}
 
 
+@every_format
 @given(
     parameters(),
     st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from(VALUES), max_size=3), min_size=4, max_size=10),
     st.booleans(),
 )
 @examples(100)
-def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema, calls, strict):
+def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizers, format, schema, calls, strict):
+    tokenizer = tokenizers[format]
     try:
         grammar = grammar_for(tokenizer, schema, strict)
     except ApiError as e:
@@ -532,8 +548,8 @@ def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema
     valid = jsonschema.Draft202012Validator(schema).is_valid
     for arguments in calls:
         arguments = {name: arguments[name] for name in Schema(schema).properties() if name in arguments}
-        text = call(arguments)
-        got = read(schema, text)
+        text = call(arguments, format)
+        got = read(schema, text, format)
         is_allowed = allows(tokenizer, grammar, text)
         # Beside objects and arrays, a strict tool's string does not begin as they do.
         is_narrowed = strict and any(isinstance(value, str) and value.startswith(("{", "[")) for value in got.values())
@@ -543,13 +559,15 @@ def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizer, schema
 
 # Texts that quote the format's own tags
 
-CLOSING = ["</parameter>", "</function>", "</tool_call>"]
-PARTS = [
-    *CLOSING, *(f"\n{tag}\n" for tag in CLOSING), "</par", "</", "<", ">", "<parameter", "<tool_call>", "\n", "\r\n", " ",
-    "a", "é",
-]  # fmt: skip
+CLOSING = {QWEN: ["</parameter>", "</function>", "</tool_call>"], GLM: ["</arg_value>", "</tool_call>"]}
+OPENING = {QWEN: ["</par", "<parameter"], GLM: ["</arg", "<arg", "</arg_key>", "<arg_value>", "<tool_call>f"]}
+BETWEEN = ["</", "<", ">", "<tool_call>", "\n", "\r\n", " ", "a", "é"]
+PARTS = {f: [*tags, *(f"\n{tag}\n" for tag in tags), *OPENING[f], *BETWEEN] for f, tags in CLOSING.items()}
 ON_ONE_LINE = "<tool_call><function=g><parameter=x>1</parameter></function></tool_call>"
-QUOTED = "\n".join([render("g", {"x": "1", "y": "2"}), ON_ONE_LINE])
+QUOTED = {
+    QWEN: "\n".join([render("g", {"x": "1", "y": "2"}), ON_ONE_LINE]),
+    GLM: render("g", {"x": "1", "y": "2"}, format=GLM) + ", " + render("g", {"x": "1"}, format=GLM),
+}
 OF_TEXTS = {
     "free": lambda text: STRING,
     "any": lambda text: {},
@@ -562,35 +580,38 @@ OF_TEXTS = {
 }
 
 
+@every_format
 @pytest.mark.parametrize("kind", OF_TEXTS)
 @examples(6)
-@given(
-    st.lists(st.sampled_from(PARTS), max_size=6).map("".join), *[st.booleans()] * 2, st.sampled_from(["", "", QUOTED])
-)
-def test_a_text_under_a_grammar_is_what_the_parser_takes(tokenizer, kind, text, is_last, strict, quoted):
+@given(st.data(), *[st.booleans()] * 2, st.integers(0, 2))
+def test_a_text_under_a_grammar_is_what_the_parser_takes(tokenizers, format, kind, data, is_last, strict, quotes):
     """The grammar allows each text that is read as it was written, and its drafts are the text's."""
-    text += quoted if kind in ("free", "any") else ""
+    tokenizer, text = tokenizers[format], "".join(data.draw(st.lists(st.sampled_from(PARTS[format]), max_size=6)))
+    text += QUOTED[format] if quotes == 2 and kind in ("free", "any") else ""
     parameters = {"properties": {"a": OF_TEXTS[kind](text), "b": INTEGER}, "required": ["a", "b"][: 2 - is_last]}
     arguments = {"a": text} if is_last else {"a": text, "b": 5}
-    if read(parameters, call(arguments)) != arguments:
+    written = call(arguments, format)
+    if read(parameters, written, format) != arguments:
         return  # it has what ends a value
     grammar = grammar_for(tokenizer, parameters, strict)
-    assert allows(tokenizer, grammar, call(arguments)), call(arguments)
-    written = tokenizer.encode(call(arguments), add_special_tokens=False)
+    assert allows(tokenizer, grammar, written), written
+    written = tokenizer.encode(written, add_special_tokens=False)
     for n in range(0, len(written), 3):
         drafts, rest = tokenizer.decode(grammar.forced(written[:n])), tokenizer.decode(written[n:])
         assert rest.startswith(drafts) or drafts.startswith(rest), (drafts, rest)
 
 
-@pytest.mark.parametrize(
-    ("schema", "text"),
-    [
-        (STRING, "a</parameter>\n<parameter=z>\nb"),  # a parameter that the function does not have
-        ({**STRING, "pattern": "^a.*"}, "b\n</parameter>\nc"),
-        ({"enum": ["a\n</parameter>\nb"]}, "a"),
-        ({"enum": ["a\n</parameter>\n<parameter=b>\n5", "c"]}, "a\n</parameter>\n<parameter=b>\n5"),
-    ],
-)
-def test_what_the_parser_would_take_for_another_value_is_not_written(tokenizer, schema, text):
-    grammar = grammar_for(tokenizer, {"properties": {"a": schema}, "required": ["a"]})
-    assert not allows(tokenizer, grammar, call({"a": text}))
+Z = {QWEN: "</parameter>\n<parameter=z>\n", GLM: "</arg_value><arg_key>z</arg_key><arg_value>"}
+
+
+@every_format
+def test_what_the_parser_would_take_for_another_value_is_not_written(tokenizers, format):
+    end = {QWEN: "\n</parameter>\n", GLM: "</arg_value>"}[format]
+    for schema, text in (
+        (STRING, f"a{Z[format]}b"),  # a parameter that the function does not have
+        ({**STRING, "pattern": "^a.*"}, f"b{end}c"),
+        ({"enum": [f"a{end}b"]}, "a"),
+        ({"enum": [f"a{Z[format]}5", "c"]}, f"a{Z[format]}5"),
+    ):
+        grammar = grammar_for(tokenizers[format], {"properties": {"a": schema}, "required": ["a"]})
+        assert not allows(tokenizers[format], grammar, call({"a": text}, format)), text

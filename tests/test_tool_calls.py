@@ -14,10 +14,18 @@ from mlx_mtp.text.formats import GLM, QWEN
 from mlx_mtp.text.schema import Schema, to_json
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, CallEnds, Text, ToolCallParser
 from tests.support.profiles import examples
-from tests.support.tool_texts import FORMATS, INTEGER, OBJECT, PARTS, SCHEMAS, STRING, TAGS, render, rendered
-
-every_template = pytest.mark.parametrize("format", FORMATS)
-every_format = pytest.mark.parametrize("format", [FORMATS[0], FORMATS[2]])  # whose calls are parsed differently
+from tests.support.tool_texts import (
+    INTEGER,
+    OBJECT,
+    PARTS,
+    SCHEMAS,
+    STRING,
+    TAGS,
+    every_format,
+    every_template,
+    render,
+    rendered,
+)
 
 
 def parse(text: str, sizes=(1,), cut: bool = False, schemas=SCHEMAS, format=QWEN) -> list:

@@ -21,10 +21,17 @@ GLM_45 = (DATA / "glm.jinja").read_text()
 GLM_47 = GLM_45.replace("\\n", "").replace("is_new = false", "is_new = true")
 TEMPLATES = {QWEN: TEMPLATE, GLM_LINES: GLM_45, GLM: GLM_47}
 FORMATS = [pytest.param(format, id=name) for format, name in zip(TEMPLATES, ("qwen", "glm-4.5", "glm-4.7"))]
+every_template = pytest.mark.parametrize("format", FORMATS)
+every_format = pytest.mark.parametrize("format", [FORMATS[0], FORMATS[2]])  # whose calls are parsed differently
 END = "<|im_end|>"
 FOLDERS = TemporaryDirectory(prefix="models-")
 THINKING = "</think>", "<think>"
 MARKS = (*THINKING, END, "<|im_start|>")
+GLM_ENDS = "<|user|>", "<|observation|>"
+CALL_TAGS = [
+    f"<{slash}{name}>" for name in ("tool_call", "tool_response", "arg_key", "arg_value") for slash in ("", "/")
+]
+GLM_MARKS = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "/nothink", *GLM_ENDS, *THINKING, *CALL_TAGS)
 STRING, INTEGER, OBJECT = {"type": "string"}, {"type": "integer"}, {"type": "object"}
 SCHEMAS = {
     "write": {"properties": {"path": STRING, "content": STRING}},
@@ -87,18 +94,22 @@ def make_model(folder: Path, marks: tuple[str, ...] = THINKING, template: str = 
 
 
 def talk(folder: Path, marks: tuple[str, ...], template: str = TEMPLATE) -> Path:
-    """Give a copy of the demo Qwen's marks, each a token, and a chat template; ``<|im_end|>`` then ends an answer."""
+    """Give a copy of the demo the marks and ends of Qwen or of GLM, each a token, and a chat template."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
     for mark in marks:
         token = max(vocabulary, key=vocabulary.get)
-        is_special = mark.startswith("<|")  # as Qwen's own: the marks around thoughts and calls are text
+        # The marks around thoughts and calls are text, but not as later versions of transformers save GLM's.
+        is_special = mark.startswith("<|") or marks == GLM_MARKS
         added = {"id": vocabulary.pop(token), "content": mark, "special": is_special}
         tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], **added})
         merges.pop()
     if END in marks:
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": END}))
+    if marks == GLM_MARKS:
+        ends = [token["id"] for token in tokenizer["added_tokens"] if token["content"] in ("<|endoftext|>", *GLM_ENDS)]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "chat_template.jinja").write_text(template)
     return folder

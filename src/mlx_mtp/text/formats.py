@@ -94,7 +94,7 @@ class Format:
         self.quoted_end = f"(?s:.*){ended}</(function|tool_call)>"
         # What else a text does not have: a next function, and a call without parameters, whose end the parser may not count
         again, empty = rf"{ended}</function>\s*<function=", rf"{call}</(function|tool_call)>[^\s<]"
-        self.never = self.next_tags, self.last_tags, again, empty, self.quoted
+        self.never = [self.next_tags, self.last_tags, again, self.quoted, *([empty] if self.has_lines else [])]
         # Where the parser may take the tag of a parameter for the next one
         line = r"((?s:.*)\n)?[ \t]*" if self.has_lines else "(?s:.*)"
         self.opened = f"{line}{parameter}(%s){_loose(keyed)}"
@@ -140,6 +140,13 @@ def _loose(tags: str) -> str:
 
 
 QWEN, JSON, GLM, GLM_LINES = _qwen(is_json=False), _qwen(is_json=True), _glm(""), _glm("\n")
+
+
+def tags_of(tokenizer: Any) -> set[str]:
+    """The tokens that are tags in pairs, such as ``<think>``: text of an answer, also where a tokenizer calls them special."""
+    names = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    pairs = [(f"<{name[2:]}", name) for name in names if name.startswith("</")]
+    return {tag for pair in pairs if pair[0] in names for tag in pair}
 
 
 def format_of(tokenizer: Any) -> Format | None:

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..core.pacing import MAX_COPY_TOKENS
 from ..core.pacing.depth import Rates
 from ..errors import MTPError, as_mtp_error, require
+from .formats import tags_of
 from .reasoning import end_of_reasoning
 from .schema import enforceable
 
@@ -303,7 +304,8 @@ class _Vocabulary:
         self.tokenizer, self.eos_token_id = tokenizer, found.eos_token
         # One that is empty is the byte 0xFF alone, which marks control tokens.
         self.tokens = [found.decode_bytes([i]) or b"\xff" for i in range(found.vocab_size)]
-        self.special_token_ids = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        added, tags = tokenizer.added_tokens_decoder, tags_of(tokenizer)
+        self.special_token_ids = [i for i, token in added.items() if token.special and token.content not in tags]
 
     def __call__(self, text: bytes) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text.decode(), add_special_tokens=False)

@@ -20,7 +20,7 @@ from ...images.prompt import CUT, LEFT_OUT, MARK, encode_marked, leave_out, plac
 from ...images.tower import Vision
 from ...memory import Account, size
 from ...text.answer import ends_in_reasoning, think_marks
-from ...text.formats import format_of
+from ...text.formats import format_of, tags_of
 from ...text.grammar import llguidance_tokenizer
 from ...text.schema import Json
 from ..request import NO_MEMORY, ApiError, Options, Prompt, Request, too_long
@@ -89,9 +89,11 @@ class BoundedTokenizer:
         the tags of the chat template, such as ``<think>``. The assistant's text has the tags that it was generated with.
         """
         added, template = self.tokenizer.added_tokens_decoder.values(), str(self.tokenizer.chat_template)
+        pairs = tags_of(self.tokenizer)
         control = [t.content for t in added if (t.special or t.content.startswith("<|")) and len(t.content) > 1]
-        tags = [t.content for t in added if not t.special and t.content.startswith("<") and t.content in template]
-        return {True: control, False: [*control, *tags]}
+        control = [mark for mark in control if mark not in pairs]
+        tags = [t.content for t in added if t.content in pairs or (not t.special and t.content.startswith("<"))]
+        return {True: control, False: [*control, *(tag for tag in tags if tag in template)]}
 
     def complete(self, prompt: list[int], request: Request) -> None:
         """Check the token ids of a request, fill in the model's sampling parameters where it sets none, and reduce the limit of
