@@ -8,29 +8,32 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.tool_parsers import qwen3_coder
+from mlx_lm.tool_parsers import glm47, qwen3_coder
 
 from mlx_mtp import load, mtp_generate_step
 from mlx_mtp.server.engine.admission import make_budget
 from mlx_mtp.server.request import ApiError, Prompt, Request
 from mlx_mtp.text.answer import Reasoning, ends_in_reasoning
-from mlx_mtp.text.formats import END, START
+from mlx_mtp.text.formats import END, GLM, GLM_LINES, QWEN, START
 from mlx_mtp.text.reasoning import Lines, end_of_reasoning
 from mlx_mtp.text.tool_calls import CallArguments, CallBegins, Text
 from tests.support import requests
 from tests.support.decoding import plain
 from tests.support.profiles import examples
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES
-from tests.support.tool_texts import FUNCTIONS, model_with, render
+from tests.support.tool_texts import FUNCTIONS, GLM_MARKS, TEMPLATES, model_with, render
 
 TOOLS = requests.tools_of(CHAT, *FUNCTIONS)
 CALL = f'{START}\n{{"name": "add", "arguments": {{"a": 1}}}}\n{END}'
 
 
-def told(pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False, streams=False) -> tuple:
+def told(
+    pieces, in_reasoning=False, stop=(), reason="stop", tools=TOOLS, goes_on=False, streams=False, format=QWEN
+) -> tuple:
     """Pieces of an answer, a token each -> (reasoning, text, calls, finish reason), and the pieces that the text is made of."""
-    marks = dict(has_thinking=True, think_start="<think>", think_end="</think>")
-    tokenizer = SimpleNamespace(has_tool_calling=True, tool_parser=qwen3_coder.parse_tool_call, **marks)
+    marks = dict(has_thinking=True, think_start="<think>", think_end="</think>", chat_template=TEMPLATES[format])
+    parser = qwen3_coder.parse_tool_call if format == QWEN else glm47.parse_tool_call
+    tokenizer = SimpleNamespace(has_tool_calling=True, tool_parser=parser, **marks)
     request = Request("chat", "", [], tools, streams=streams)
     request.args, request.encoded = SimpleNamespace(stop_words=list(stop)), Prompt([], in_reasoning, goes_on)
     request.begin_answer(tokenizer, math.inf)
@@ -70,6 +73,21 @@ def test_an_answer_is_taken_apart_and_a_stop_word_ends_its_content():
         assert read(text, reason="length") == (text, "", "", "length")
     # Reasoning that goes on keeps its first line breaks.
     assert [read("\n\nSo", goes_on=goes_on)[0] for goes_on in (False, True)] == ["So", "\n\nSo"]
+
+
+def test_answers_of_glm():
+    """GLM-4.5 opens its reasoning, GLM-4.7's template does, and a model may call without closing it."""
+    for format, line in ((GLM_LINES, "\n"), (GLM, "")):
+        call = render("add", {"a": 1}, format=format)
+        for text, in_reasoning, want in (
+            (f"{line}<think>Hm.</think>{line}Yes.{line}{call}", None, ("Hm.", "Yes.", ADD_1, "tool_calls")),
+            (f"Hm.\n\nSo</think>{line}Yes.", True, ("Hm.\n\nSo", "Yes.", "", "stop")),
+            (f"{line}Yes.{line}{call}{line}{call}", False, ("", "Yes.", ADD_1 * 2, "tool_calls")),
+            (f"Hm.{line}{call}", True, (f"Hm.{line}{call}", "", ADD_1, "tool_calls")),
+        ):
+            for size in (1, 5, len(text)):
+                pieces = [text[i : i + size] for i in range(0, len(text), size)]
+                assert told(pieces, in_reasoning, format=format)[0] == want, (text, size)
 
 
 # Answers that drift
@@ -274,12 +292,23 @@ def forced(tokenizer, thought: str, in_reasoning: bool = True) -> str:
     """What the processor forces behind a thought that takes all of its budget."""
     prompt, text = [5, 6], tokenizer.encode(thought, add_special_tokens=False)
     process = make_budget(tokenizer, len(prompt), in_reasoning, len(text))
-    logits, tokens = mx.zeros((1, tokenizer.vocab_size + 2)), [*prompt, *text]
+    logits, tokens = mx.zeros((1, len(tokenizer))), [*prompt, *text]
     assert process(mx.array(tokens[:-1]), logits) is logits
     while (row := process(mx.array(tokens), logits)) is not logits:
         assert (row > -mx.inf).sum().item() == 1
         tokens.append(mx.argmax(row).item())
     return tokenizer.decode(tokens)[len(tokenizer.decode([*prompt, *text])) :]
+
+
+@pytest.mark.parametrize(("format", "line"), [(GLM_LINES, "\n"), (GLM, "")], ids=["4.5", "4.7"])
+def test_what_ends_reasoning_of_glm(format, line):
+    _, tokenizer = load(model_with(*GLM_MARKS, template=TEMPLATES[format]), mtp=True)
+    for thought, end in (
+        ("Hm.", f"</think>{line}"), ("Hm.\n", f"</think>{line}"), ("So:\n```c\nint x", f"\n```\n</think>{line}"),
+        ("A tick `", f"\n</think>{line}"), ("The `</think>", "\n"),
+    ):  # fmt: skip
+        assert forced(tokenizer, thought) == end, thought
+        assert read(f"{thought}{end}Yes.", format=format)[1] == "Yes.", thought
 
 
 def test_what_ends_reasoning(loaded):

@@ -17,7 +17,7 @@ from mlx_mtp.server.request import ApiError
 from tests.support.profiles import examples
 from tests.support.prompts import CONTROL, STRICT, TAGS, Prompts
 from tests.support.requests import CHAT, MESSAGES, RESPONSES, body_with, read, tools_of
-from tests.support.tool_texts import MARKS, render
+from tests.support.tool_texts import CALL_TAGS, GLM_45, GLM_47, GLM_MARKS, MARKS, render
 
 APIS = [CHAT, MESSAGES, RESPONSES]
 OPEN, BEGINS = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"
@@ -350,6 +350,60 @@ def test_an_answer_goes_on_with_reasoning_alone(prompts, path):
         assert prompts.read(path, **body, **calls).in_reasoning  # the grammar begins after it
     with pytest.raises(ApiError, match="chat template has no reasoning_content"):
         Prompts("{% for m in messages %}{{ m.content }}{% endfor %}").read(path, **body)
+
+
+# GLM's templates
+
+
+@pytest.fixture(scope="module", params=[GLM_45, GLM_47], ids=["4.5", "4.7"])
+def glm(request):
+    return Prompts(request.param, GLM_MARKS)
+
+
+SAID = system("S"), user("q"), assistant("x", A, B), result("b", "2"), result("a", "1"), assistant("y"), user("r")
+CALLED = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>"
+OF_45 = (
+    f"[gMASK]<sop><|system|>\nS<|user|>\nq{{off}}<|assistant|>\n<think></think>\nx\n{CALLED}"
+    "<|observation|>\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    "<|assistant|>\n<think></think>\ny<|user|>\nr{off}<|assistant|>"
+)
+OF_47 = OF_45.replace("\n", "").replace("<think></think>", "</think>").replace("{off}", "")
+PROMPTS = {  # with thinking and without, and whether the answer begins with reasoning
+    GLM_45: [(True, OF_45.format(off=""), None), (False, OF_45.format(off="/nothink") + "\n<think></think>", False)],
+    GLM_47: [(True, f"{OF_47}<think>", True), (False, f"{OF_47}</think>", False)],
+}
+
+
+def test_a_conversation_with_glm(glm, path):
+    for thinks, text, in_reasoning in PROMPTS[glm.tokenizer.chat_template]:
+        found = glm.read(path, **body_of(path, *SAID), enable_thinking=thinks)
+        assert (glm.tokenizer.decode(found.tokens), found.in_reasoning) == (text, in_reasoning)
+        # An answer goes on where its beginning ends, and the next prompt has the tokens that it was generated with.
+        if not thinks:
+            begun = glm.read(path, **body_of(path, *SAID, assistant(" So: ")), enable_thinking=thinks)
+            line = "\n" * (glm.tokenizer.chat_template == GLM_45)
+            assert (glm.tokenizer.decode(begun.tokens), begun.in_reasoning) == (f"{text}{line} So: ", False)
+            answer = f"{line}z{line}" + (CALLED if line else CALLED.replace("\n", ""))
+            then = glm.tokens(
+                path, **body_of(path, *SAID, assistant("z", A, B), result("a", "1")), enable_thinking=thinks
+            )
+            answered = found.tokens + glm.tokenizer.encode(answer, add_special_tokens=False)
+            assert then[: len(answered)] == answered
+    begun = body_of(path, *SAID)
+    next(iter(begun.values())).append(ALONE[path][0])
+    found = glm.read(path, **begun)
+    assert glm.tokenizer.decode(found.tokens).endswith(f"<think>{THOUGHT}")
+    assert found.in_reasoning is True
+
+
+def test_control_tokens_of_glm_that_clients_write_are_text(glm, path):
+    quotes = "".join(GLM_MARKS)
+    for place, body in places(path, quotes).items():
+        ids = glm.ids(*(mark for mark in GLM_MARKS if place != "answer" or mark not in (*CALL_TAGS, THINK, "</think>")))
+        tokens, plain = glm.tokens(path, **body), glm.tokens(path, **places(path, "x")[place])
+        assert [t for t in tokens if t in ids] == [t for t in plain if t in ids], place
+        text = glm.tokenizer.decode(tokens)
+        assert json.dumps(quotes)[1:-1] in text or quotes in text, place
 
 
 # What is left out, and what is refused

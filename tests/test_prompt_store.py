@@ -24,7 +24,7 @@ from mlx_mtp.core.caches.recurrent import RecurrentCache
 from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.prompt_store import arrays
 from mlx_mtp.prompt_store import store as store_module
-from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENING, choose_cuts, message_ends
+from mlx_mtp.prompt_store.store import EVERY, LAST, LINE, OPENINGS, choose_cuts, message_ends
 from mlx_mtp.prompt_store.tree import score
 from tests.support.decoding import interrupt_at, mtp, plain, prefill, text_of
 from tests.support.models import FAMILIES, TRAINED, arrays_equal, tiny_model
@@ -286,13 +286,16 @@ def test_quantized_texts_do_not_depend_on_what_is_stored(start, trained, monkeyp
     assert len(text) > 80
 
 
-def test_prompts_are_cut_where_messages_end(trained):
+@pytest.mark.parametrize(
+    ("before", "openings"), [("", OPENINGS[:1] * 4), ("a,", [OPENINGS[i] for i in (1, 2, 4, 3)])], ids=["qwen", "glm"]
+)
+def test_prompts_are_cut_where_messages_end(trained, before, openings):
     model, tokenizer = trained[0], mlx_mtp.load(TRAINED)[1]
-    tokenizer.chat_template, tokenizer.has_chat_template = "x", True
-    messages = [f"{OPENING}user\nimport {name}\n" for name in ("os", "sys", "re")]
-    prompt = "".join(messages) + f"{OPENING}assistant\n"
+    tokenizer.chat_template = " ".join(openings)
+    messages = [f"{opening}import {name}\n" for opening, name in zip(openings, ("os", "sys", "re"))]
+    prompt = before + "".join(messages) + openings[-1]
     tokens = tokenizer.encode(prompt)
-    ends = [len(tokenizer.encode("".join(messages[: i + 1]))) for i in range(3)]
+    ends = [len(tokenizer.encode(before + "".join(messages[: i + 1]))) for i in range(3)]
     store = PromptStore(model, 1 << 30)
     answer(model, tokenizer, prompt, store, max_tokens=3)
     for end in ends[1:]:  # the first is short

@@ -20,10 +20,10 @@ OPTIONS = SimpleNamespace(chat_template_args={}, max_tokens=5)
 
 
 class Prompts:
-    """A tokenizer with Qwen's marks and a template that is as strict as Qwen's."""
+    """A tokenizer with Qwen's marks, or others, and a template that is as strict as Qwen's."""
 
-    def __init__(self, template: str = STRICT):
-        self.tokenizer = load(Path(model_with(*MARKS, *TAGS, *CONTROL, template=template)))
+    def __init__(self, template: str = STRICT, marks: tuple[str, ...] = (*MARKS, *TAGS, *CONTROL)):
+        self.tokenizer = load(Path(model_with(*marks, template=template)))
         self.bounded = BoundedTokenizer(self.tokenizer, len(self.tokenizer), 8192)
 
     def read(self, path: str, **body: Any) -> Prompt:

@@ -26,7 +26,9 @@ LAST = 4  # messages that end in a cut
 LINE = 64  # tokens before a position where texts differ: others differ a little earlier, as with a two-digit hour
 NEAR = 2 * LINE  # tokens after a cut within which another cut would save little
 EVERY = 4096  # the most tokens between two cuts, which an edit in the middle costs at most
-OPENING = "<|im_start|>"  # the start of a message in the chat templates of these models
+# The start of a message in the chat templates of these models: Qwen's and GLM's
+OPENINGS = "<|im_start|>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"
+PREFIX = 2  # tokens before the first message in GLM's
 
 
 class Prefix(NamedTuple):
@@ -258,17 +260,18 @@ def _quantized(kv: KVOptions | None) -> KVOptions | None:
 
 def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -> list[int]:
     """The numbers of tokens after which to insert the cache of a prompt into a store with this ``n_common``, in order."""
-    opening = tokenizer.encode(OPENING, add_special_tokens=False) if tokenizer.has_chat_template else []
-    return choose_cuts(message_ends(tokens, opening), len(tokens), n_common)
+    openings = [mark for mark in OPENINGS if mark in str(tokenizer.chat_template)]
+    marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in openings]
+    return choose_cuts([end for mark in marks for end in message_ends(tokens, mark)], len(tokens), n_common)
 
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
-    """The positions where messages end and the next one begins, by the tokens of ``OPENING``."""
+    """The positions where messages end and the next one begins, by the tokens of one of the ``OPENINGS``."""
     text, n = np.asarray(tokens), len(opening)
     if n == 0 or len(text) < n:
         return []
     opens = np.lib.stride_tricks.sliding_window_view(text, n) == np.asarray(opening)
-    return [int(i) for i in np.nonzero(opens.all(axis=1))[0] if i > 0]
+    return [int(i) for i in np.nonzero(opens.all(axis=1))[0] if i > PREFIX]
 
 
 def choose_cuts(ends: Iterable[int], n_tokens: int, n_common: int = 0, every: int = EVERY) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from . import tool_calls
-from .formats import QWEN, START, Format
+from .formats import GLM_LINES, QWEN, START, Format
 from .reasoning import ReasoningReader
 from .schema import Json
 from .tool_calls import CallBegins, CallEnds, Text, ToolCallParser
@@ -37,7 +37,8 @@ class Answer:
         self.has_ended = False  # with a stop word or a call
         self.n_calls = 0
         # The first line breaks of reasoning that goes on are its own.
-        self._reasoning, self._text = _LineBreaks(skips=not goes_on), _LineBreaks(holds=is_chat)
+        self._reasoning = _LineBreaks(skips=not goes_on)
+        self._text = _LineBreaks(skips=reader.begins_with_break and not goes_on, holds=is_chat)
 
     def step(self, text: str, finish_reason: str | None) -> tuple[list[Event], str | None]:
         """Add the next token, by the characters that it completes, and the finish reason of the last one, "stop" or "length".
@@ -182,6 +183,8 @@ class AnswerReader:
         self._n = 0  # characters so far
         self._waiting: list[Event] = []
         self._room = -1.0  # the number of characters that may still wait, or less than 0
+        # GLM-4.5's prompt ends with the tag that ends reasoning, without the line break behind it.
+        self.begins_with_break = in_reasoning is False and format == GLM_LINES
         if think is not None and in_reasoning is False:
             self._end_reasoning(patience and (math.inf if patience == math.inf else 0))
 
