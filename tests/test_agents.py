@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
 
+import anthropic
 import openai
 import pytest
 
@@ -16,13 +17,15 @@ from mlx_mtp.server.app import APIS
 from mlx_mtp.server.engine.encode import BoundedTokenizer
 from mlx_mtp.server.request import ApiError
 from mlx_mtp.server.structured_output import make_output_grammar
+from mlx_mtp.text.formats import GLM
+from tests.support.engine import Engine
 from tests.support.prompts import Prompts
 from tests.support.requests import ASK, CHAT, MESSAGES, RESPONSES, TEXT, body_with, options_of, read, tools_of
 from tests.support.requests import text as part
 from tests.support.scripted_server import said
 from tests.support.sdk_types import values_of
 from tests.support.server_process import server_of
-from tests.support.tool_texts import FUNCTIONS, SCHEMAS, model_with, render
+from tests.support.tool_texts import FUNCTIONS, GLM_47, GLM_MARKS, SCHEMAS, model_with, render
 
 QUESTION, THEN = ({"role": "user", "content": text} for text in ("q", "so?"))
 ANSWER = {"role": "assistant", "content": "x"}
@@ -595,6 +598,33 @@ def test_a_tool_that_is_not_allowed_is_not_called(client):
     count = client.responses.input_tokens.count
     sizes = [count(**options, tool_choice=x).input_tokens for x in (choice, "auto", "none")]
     assert sizes[0] == sizes[1] > sizes[2]
+
+
+# A model of another family
+
+
+def test_a_session_with_glm():
+    """Any of its tokens that begin a message ends an answer, and is none of its text."""
+    add, write = (render(name, x, format=GLM) for name, x in (("add", {"a": 1, "b": 2}), ("write", {"content": "x\n"})))
+    with Engine("--model", model_with(*GLM_MARKS, template=GLM_47), "--mtp", "--max-tokens", "99") as engine:
+        clients = {"api_key": "none", "http_client": engine.client}
+        claude = anthropic.Anthropic(base_url="http://localhost", **clients)
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        text = f"Hm.</think>I add.{add}{write}<|observation|>"
+        answer = message(claude, text, thinking=thinking, max_tokens=2000, tools=TOOLS_OF[MESSAGES])
+        thought, spoken, *calls = blocks(answer)
+        assert (thought["thinking"], spoken["text"], answer["stop_reason"]) == ("Hm.", "I add.", "tool_use")
+        assert [call["input"] for call in calls] == [{"a": 1, "b": 2}, {"content": "x\n"}]
+        client = openai.OpenAI(base_url="http://localhost/v1", **clients)
+        spoken, call = response(client, f"I write.{write}<|user|>", tools=TOOLS_OF[RESPONSES])["output"]
+        assert (spoken["content"][0]["text"], json.loads(call["arguments"])) == ("I write.", {"content": "x\n"})
+        # Of random weights, by the grammar
+        options = {"model": "default_model", "messages": ASK, "tools": TOOLS_OF[CHAT], "parallel_tool_calls": False}
+        pick = {"type": "function", "function": {"name": "now"}}
+        for extra in ({"enable_thinking": False}, {"enable_thinking": True, "thinking_budget": 5}):
+            (choice,) = client.chat.completions.create(**options, tool_choice=pick, extra_body=extra).choices
+            assert (choice.finish_reason, choice.message.tool_calls[0].function.name) == ("tool_calls", "now")
+            assert choice.message.tool_calls[0].function.arguments == "{}"
 
 
 # Items of all kinds
