@@ -234,6 +234,9 @@ GLM_ADD = render("add", {"a": 1, "b": 2}, format=GLM)
         ("<tool_call>add <arg_key>a</arg_key> <arg_value>1</arg_value> </tool_call>", "", [("add", {"a": 1})]),
         # Line ends of a value are its own.
         (render("write", {"path": "\na\r\n"}, format=GLM), "", [("write", {"path": "\na\r\n"})]),
+        *((f"<tool_call>write<arg_key>path</arg_key><arg_value>a\n</arg_value>{x}", "", [("write", {"path": "a\n"}), *more])
+          for x, more in (("", []), (GLM_ADD, [("add", {"a": 1, "b": 2})]))),
+        ("<tool_call>write<arg_key>content</arg_key><arg_value>a\n</tool_call>", "", [("write", {"content": "a"})]),
         # A key comes once, and what has no schema is a string.
         (GLM_ADD.replace(">b<", ">a<"), "", [("add", {"a": "1</arg_value><arg_key>a</arg_key><arg_value>2"})]),
         (render("unknown", {"a": 5, "b": True}, format=GLM), "", [("unknown", {"a": "5", "b": "true"})]),

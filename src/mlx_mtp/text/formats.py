@@ -76,7 +76,8 @@ class Format:
         self.end_line = regex.compile(rf"{line}\Z", regex.REVERSE)
         self.last_line = regex.compile(rf"{line}{self.proper}")
         closing = rf"(?:(?:</(?:{closers})[^\n<>]*>?\s*)+(?:{START}\s*)?)?"  # the last tag may lack its slash
-        self.end_of_text = regex.compile(rf"(?:{LINE_END}[ \t]*)?{closing}\Z", regex.REVERSE)
+        of_tags = rf"{LINE_END}[ \t]*" if self.has_lines else rf"{LINE_END}[ \t]*(?!{self.proper})"
+        self.end_of_text = regex.compile(rf"(?:{of_tags})?{closing}\Z", regex.REVERSE)
         # Behind a value that is no string: also tags of other names, and those without their beginning.
         behind = rf"(?:(?:</[^\n<>]*|<?/{{0,2}}(?:{closers}))>?\s*)*\Z"
         self.behind_value = regex.compile(behind, regex.REVERSE)

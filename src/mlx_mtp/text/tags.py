@@ -140,9 +140,10 @@ class EndOfValue:
     def _may_end(self, text: str, m: Any, end: int, kinds: str, rank: int) -> None:
         """Note that the value may end before this tag, with closing tags of these kinds."""
         if rank > self.rank or rank == self.rank == 0:
-            # A line break belongs to a closing tag, and all line breaks to an opening one.
-            start = m.start() + (m["break"].rindex("\n") if m["break"] and kinds else 0)
-            start -= start > m.start() and text[start - 1] == "\r"
+            # A line break belongs to a closing tag, and all line breaks to an opening one. GLM's own tag has none.
+            breaks, is_right = m["break"] or "", not self.format.has_lines and m[0].endswith(self.format.proper)
+            start = m.start() + (len(breaks) if is_right else breaks.rindex("\n") if breaks and kinds else 0)
+            start -= not is_right and start > m.start() and text[start - 1] == "\r"
             self.end, self.rank = (start, max(start, end), kinds.strip("p") != ""), rank
 
     def _kind(self, closed: str) -> str:
