@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.models import llama
 
 import mlx_mtp
-from mlx_mtp.checkpoint.load import check_family
+from mlx_mtp.checkpoint.resolve import check_family
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.convert.__main__ import main as convert
 from mlx_mtp.core.caches.prompt_cache import n_tokens

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _transform_awq_weights, load_model, load_tokenizer
 
-from ..core.distributed import any_rank, from_rank_0, raise_on_all
+from ..core.distributed import from_rank_0, raise_on_all
 from ..core.drafts.settings import DraftSettings
 from ..core.models import MODULES, model_module
 from ..core.models.head_weights import is_head
@@ -22,25 +22,22 @@ from ..core.models.mixin import MTPModel, drop_head, n_ids
 from ..core.pacing.step_times import Pace, StepTimes
 from ..errors import MTPError
 from ..images.tower import Vision, split_tower
-from ..memory import CONTEXT, Account, gpu_generation, limit_restored_on_error
-from . import AUTO, DTYPES
-from .adapters import check_adapter, with_adapter
+from ..memory import CONTEXT, limit_restored_on_error
+from . import AUTO
+from .adapters import with_adapter
 from .checks import dtype as dtypes
-from .checks.memory import check_memory
 from .checks.self_test import ensure_tested
-from .config import Config, check_config, ends_of_text, family_in, loading_errors, mlx_lm_has, read_config, skeleton
+from .config import Config, check_config, ends_of_text, loading_errors
 from .heads.acceptance import FLOOR, key_of, settle
-from .heads.formats import Head, check_head, fetch_drafter, quantization_beside, read_head
-from .heads.originals import FetchedHead, awq_of, check_method, fetch_missing_head, fetch_tower, fetched_before, forget
-from .hub import WEIGHTS, fetch
-from .ngram_files import find_tables, open_tables
+from .heads.formats import Head, quantization_beside, read_head
+from .heads.originals import awq_of, fetch_tower, forget
+from .hub import WEIGHTS
+from .ngram_files import open_tables
 from .output import naming
-from .part import divide, evaluate, files_of, make_ranks, own_weights, shard
-from .reader import CheckpointReader, files_to_fetch, model_tensors
-from .settings import cheapen_drafts, check_bits, find, machine
-from .settings import read as read_settings
-
-Drafting = tuple[int | None, int | None, int | None]  # draft_vocab, mtp_bits, draft_head_bits
+from .part import evaluate, own_weights, shard
+from .reader import CheckpointReader, model_tensors
+from .resolve import Asked, Drafting, Found, resolve
+from .settings import cheapen_drafts, find
 
 log = logging.getLogger(__name__)
 
@@ -111,96 +108,81 @@ def load(
           original's head, a file is damaged, the model does not fit in the memory, it has no finite values in the ``dtype``
           asked for, or it cannot be divided among the processes.
     """
-    name, is_asked, drafting = path_or_hf_repo, mtp != "cached", (draft_vocab, mtp_bits, draft_head_bits)
-    ranks = make_ranks(tensor_group, pipeline_group, adapter_path)
-    held: Config = {"dtype": dtype, "has_tower": vision == "auto", "ngram_memory": ngram_memory, "context": context}
-    check: Any = partial(check_memory, account=None if lazy or ranks else Account(max_memory), **held)
-    prefers_float16 = not lazy and any_rank(ranks, gpu_generation()[0] in dtypes.WITHOUT_BFLOAT16)
-    with raise_on_all(ranks):  # before the weights are downloaded
-        _check_arguments(mtp, drafting, settings, adapter_path, dtype)
-        checkpoint = CheckpointReader(name, revision)
-        mtp, may_be_plain = _ways(checkpoint, mtp, copy_drafts, ranks is None)
-        check_method(checkpoint)
-        stage = None if ranks is None else divide(checkpoint, ranks, pipeline_group is not None)
-        checkpoint = _download(checkpoint, revision, mtp, may_be_plain and not mtp, stage, check)
-    if mtp == "cached":
-        mtp = from_rank_0(ranks, lambda: _cached_head(checkpoint))
-    elif mtp == "auto" and may_be_plain:
-        mtp = _head_if_any(checkpoint)
-    is_plain = may_be_plain and not mtp
-    _check_drafting(mtp, drafting, settings)
-    key = _float16_key(checkpoint, adapter_path, mtp) if prefers_float16 and dtype == AUTO else None
-    dtypes.check_untried(name, key, ranks)
-    with raise_on_all(ranks):
-        source, fetched = _head_of(checkpoint, mtp)
-        in_memory = check(checkpoint, source, is_plain=is_plain) and not lazy
-        head = None if source is None else read_head(source)
-        own = _own_config(checkpoint, model_config or {})
-        if is_plain:
-            with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
-                model, config = load_model(folder, lazy=True, model_config=own, trust_remote_code=trust_remote_code)
-        else:
-            model, config = _load_model(checkpoint, head, own, trust_remote_code, stage)
-            open_tables(model, checkpoint, in_memory)
-        tokenizer = _load_tokenizer(checkpoint, tokenizer_config, config)
-        if (last := max(tokenizer.get_vocab().values())) >= (n := n_ids(model)):
-            log.warning(
-                f"[WARNING] {name} has no weights for the tokens {n} to {last} of its tokenizer: prompts with them are refused."
-            )
-        model = model if adapter_path is None else with_adapter(model, adapter_path)
-        is_cast = dtypes.set_dtype(model, dtype, prefers_float16) and not lazy
-    if not is_plain:
-        model.ranks, model.fetched_head = ranks, fetched
-        model.vision = _vision_of(model, checkpoint, config, may_fetch=vision == "auto")
+    asked = Asked(
+        name=path_or_hf_repo, revision=revision, trust_remote_code=trust_remote_code, tokenizer_config=tokenizer_config,
+        model_config=model_config or {}, adapter_path=adapter_path, lazy=lazy, mtp=mtp, copy_drafts=copy_drafts,
+        drafting=(draft_vocab, mtp_bits, draft_head_bits), vision=vision, ngram_memory=ngram_memory, dtype=dtype,
+        settings=settings, tensor_group=tensor_group, pipeline_group=pipeline_group, max_memory=max_memory, context=context,
+    )  # fmt: skip
+    found = resolve(asked)
+    with raise_on_all(found.ranks):
+        loaded = _read(asked, found)
+    _adapt(asked, found, loaded)
+    return (loaded.model, loaded.tokenizer, loaded.config) if return_config else (loaded.model, loaded.tokenizer)
+
+
+@dataclass
+class Loaded:
+    """A model as its files have it, before it is adapted to what was asked for. Weights are not evaluated yet."""
+
+    model: Any  # an ``MTPModel``, or mlx-lm's own
+    tokenizer: TokenizerWrapper
+    config: Config
+    head: Head | None
+    is_cast: bool  # whether a backbone of another type is in float16
+
+
+def _read(asked: Asked, found: Found) -> Loaded:
+    checkpoint, source = found.checkpoint, found.head
+    in_memory = found.check_memory(checkpoint, source, is_plain=found.is_plain) and not asked.lazy
+    head = None if source is None else read_head(source)
+    changes = _own_config(checkpoint, asked.model_config)
+    if found.is_plain:
+        with _for_mlx_lm(checkpoint) as folder, loading_errors(checkpoint.name):
+            options: Config = {"model_config": changes, "trust_remote_code": asked.trust_remote_code}
+            model, config = load_model(folder, lazy=True, **options)
+    else:
+        model, config = _load_model(checkpoint, head, changes, asked.trust_remote_code, found.stage)
+        open_tables(model, checkpoint, in_memory)
+    tokenizer = _load_tokenizer(checkpoint, asked.tokenizer_config, config)
+    if (last := max(tokenizer.get_vocab().values())) >= (n := n_ids(model)):
+        log.warning(
+            f"[WARNING] {asked.name} has no weights for the tokens {n} to {last} of its tokenizer: prompts with them are "
+            "refused."
+        )
+    if asked.adapter_path is not None:
+        model = with_adapter(model, asked.adapter_path)
+    is_cast = dtypes.set_dtype(model, asked.dtype, found.prefers_float16) and not asked.lazy
+    if not found.is_plain:
+        model.ranks, model.fetched_head = found.ranks, found.fetched
+        model.vision = _vision_of(model, checkpoint, config, may_fetch=asked.vision == "auto")
+    return Loaded(model, tokenizer, config, head, is_cast)
+
+
+def _adapt(asked: Asked, found: Found, loaded: Loaded) -> None:
+    """Apply settings, divide and read the model, and test it and its head on this device."""
+    model, head, ranks, drafting = loaded.model, loaded.head, found.ranks, asked.drafting
     if head is not None:
         if drafting == (None, None, None):
-            adapters = [] if adapter_path is None else [Path(adapter_path)]
-            drafting = _apply_settings(model, settings, [checkpoint.path, head.source.path, *adapters])
-        cheapen_drafts(model, tokenizer, *drafting)
-    with raise_on_all(ranks), loading_errors(name):
-        if tensor_group is not None and ranks is not None:
+            adapters = [] if asked.adapter_path is None else [Path(asked.adapter_path)]
+            drafting = _apply_settings(model, asked.settings, [found.checkpoint.path, head.source.path, *adapters])
+        cheapen_drafts(model, loaded.tokenizer, *drafting)
+    with raise_on_all(ranks), loading_errors(asked.name):
+        if asked.tensor_group is not None and ranks is not None:
             shard(model, ranks)
-        if not lazy:
+        if not asked.lazy:
             evaluate(model)
-    with dtypes.once_in_float16(key):
-        if is_cast:
-            dtypes.check_float16(model, tokenizer, name)
-        tested = None if is_plain or lazy or ranks else ensure_tested(model, name, is_cast and dtype == AUTO)
+    with dtypes.once_in_float16(found.float16_key):
+        if loaded.is_cast:
+            dtypes.check_float16(model, loaded.tokenizer, asked.name)
+        is_tested_here = not (found.is_plain or asked.lazy or ranks)
+        must_pass = loaded.is_cast and asked.dtype == AUTO
+        tested = ensure_tested(model, asked.name, must_pass) if is_tested_here else None
     if head is not None:
-        may_measure = tested is not None or ranks is not None or (fetched is not None and not lazy)
-        acceptance_key = key_of(checkpoint, head.source, adapter_path, drafting[1])
-        settle(model, tokenizer, checkpoint.name, head, acceptance_key, may_measure)
-        _check_accepted(model, checkpoint, is_asked)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-
-def _ways(checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, is_alone: bool) -> tuple[bool | str, bool]:
-    """``mtp``, which is false for a family that only mlx-lm supports, and whether mlx-lm loads the model without a head."""
-    model_type = (checkpoint.config or {}).get("model_type")
-    runs_here, in_mlx_lm = model_type in MODULES, mlx_lm_has(model_type)
-    if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
-        mtp = False
-    return mtp, not copy_drafts and is_alone and (in_mlx_lm or not runs_here)
-
-
-def _download(
-    checkpoint: CheckpointReader, revision: str | None, mtp: bool | str, is_plain: bool, stage: range | None, check: Any
-) -> CheckpointReader:
-    """Check the headers of a checkpoint, and download it or the files of a stage."""
-    name, own = checkpoint.name, list[str]()
-    files = None if stage is None else files_of(checkpoint, stage)
-    if not is_plain:
-        config = check_config(checkpoint.config, name)
-        if checkpoint.folder is None:
-            find_tables(skeleton(config, name), checkpoint)
-    if checkpoint.folder is None:
-        check(checkpoint, checkpoint if mtp else None, is_plain=is_plain)
-    with suppress(MTPError, OSError):  # the error is raised, or logged, when the head is read
-        own = checkpoint.head_files if mtp in (True, "auto", "cached") else []
-    folder = fetch(name, revision, *own, weights=files or files_to_fetch(checkpoint))
-    checkpoint = CheckpointReader(name, folder=folder, needed=files)
-    _ = checkpoint.model_map  # raises here, since nothing is loaded without the model's files
-    return checkpoint
+        may_measure = tested is not None or ranks is not None or (found.fetched is not None and not asked.lazy)
+        key = key_of(found.checkpoint, head.source, asked.adapter_path, drafting[1])
+        settle(model, loaded.tokenizer, found.checkpoint.name, head, key, may_measure)
+        _check_accepted(model, found.checkpoint, is_asked=asked.mtp != "cached")
 
 
 def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
@@ -214,75 +196,6 @@ def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
     if "text_config" in check_config(config, checkpoint.name):
         tie["text_config"] = config["text_config"] | tie
     return tie | given | own
-
-
-def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
-    """Raise an MTPError for ``--mtp`` with a model of a family that only mlx-lm supports. Weights are not downloaded."""
-    with suppress(OSError):  # load tells why
-        read_config(fetch(path_or_hf_repo, revision, weights=()), path_or_hf_repo)
-
-
-def _float16_key(checkpoint: CheckpointReader, adapter_path: str | None, mtp: bool | str) -> str:
-    return f"{', '.join(machine().values())}, {key_of(checkpoint, checkpoint, adapter_path)} {mtp}"
-
-
-def _check_arguments(
-    mtp: bool | str, drafting: Drafting, settings: bool | str | Path, adapter_path: str | None, dtype: str
-) -> None:
-    _check_drafting(mtp, drafting, settings)
-    check_bits(*drafting[1:])
-    if not isinstance(settings, bool):
-        read_settings(Path(settings))
-    if adapter_path is not None:
-        check_adapter(adapter_path)
-    if dtype not in (AUTO, *DTYPES):
-        raise MTPError(f"dtype must be one of {', '.join((AUTO, *DTYPES))}, not {dtype!r}.")
-
-
-def _check_drafting(mtp: bool | str, drafting: Drafting, settings: bool | str | Path) -> None:
-    """Raise an MTPError if an argument requires the head, and there is none."""
-    if not mtp and (any(x is not None for x in drafting) or not isinstance(settings, bool)):
-        raise MTPError(
-            "draft_vocab, mtp_bits, draft_head_bits and settings require the MTP head: omit them, or load it."
-        )
-
-
-def _cached_head(checkpoint: CheckpointReader) -> bool | str:
-    """What ``mtp="cached"`` stands for. A head of its own that cannot be used is no error, since nobody has asked for it."""
-    check_config(checkpoint.config, checkpoint.name)
-    try:
-        if checkpoint.head_map:
-            check_head(checkpoint)
-            return True
-    except (MTPError, OSError) as e:
-        log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
-        return False
-    return "auto" if fetched_before(checkpoint) is not None else False
-
-
-def _head_if_any(checkpoint: CheckpointReader) -> bool | str:
-    """What ``mtp="auto"`` stands for. Some families' checkpoints may lack a head, and run as in mlx-lm then."""
-    family = family_in(checkpoint.config)
-    if family is not None and not family.needs_head:
-        try:
-            fetch_missing_head(checkpoint)
-        except FileNotFoundError as e:
-            log.warning(f"[WARNING] {checkpoint.name} generates without drafts: {e}")
-            return False
-    return "auto"
-
-
-def _head_of(checkpoint: CheckpointReader, mtp: bool | str) -> tuple[CheckpointReader | None, FetchedHead | None]:
-    """The checkpoint of the head to load, and the base model's if it was fetched. Raises an error if it cannot be used."""
-    fetched = None
-    if mtp == "auto":
-        fetched = fetch_missing_head(checkpoint)
-        mtp = True if fetched is None else str(fetched.folder)
-    if isinstance(mtp, str):
-        return fetch_drafter(mtp, checkpoint), fetched
-    if mtp:
-        check_head(checkpoint)
-    return checkpoint if mtp else None, None
 
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: bool) -> None:
@@ -309,24 +222,15 @@ def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: boo
 def _load_model(
     checkpoint: CheckpointReader, head: Head | None, changes: Config, trust_remote_code: bool, stage: range | None
 ) -> tuple[Any, Config]:
-    config, loaded = check_config(checkpoint.config, checkpoint.name), set[str]()
-    awq = awq_of(checkpoint)
+    config = check_config(checkpoint.config, checkpoint.name)
+    awq, names = awq_of(checkpoint), set[str]()
     module = model_module(config["model_type"])
-    base: Any = module.Model
 
-    class Model(base):  # loads the head, or only the tensors of a stage
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            own = weights if stage is None else own_weights(weights, stage, self)
-            separate = () if head is None else (dict(head.weights), head.raw)
-            if head is not None:
-                head.weights.clear()  # so that tensors of which others are made are freed
-            sanitized: dict[str, mx.array] = super().sanitize(own, *separate)
-            if awq is not None:  # as mlx-lm, which would take a quantized head for AWQ as well
-                own_head = {name: w for name, w in sanitized.items() if is_head(name)}
-                backbone = {name: w for name, w in sanitized.items() if name not in own_head}
-                sanitized = _transform_awq_weights(backbone, awq)[0] | own_head
-            loaded.update(sanitized)
-            return sanitized
+    def make(args: Any) -> Any:
+        model = module.Model(args)
+        # mlx-lm hands over the tensors of the checkpoint alone, and calls this once.
+        vars(model)["sanitize"] = partial(_sanitized, model, head, stage, awq, names)
+        return model
 
     changes = changes | {"mtp_num_hidden_layers": int(head is not None)}
     if awq is not None:
@@ -339,18 +243,41 @@ def _load_model(
             lazy=True,  # see ``evaluate``
             strict=stage is None,
             model_config=changes,
-            get_model_classes=lambda config: (Model, module.ModelArgs),
+            get_model_classes=lambda config: (make, module.ModelArgs),
             trust_remote_code=trust_remote_code,
         )
+    del vars(model)["sanitize"]
     if stage is not None:
         model.model.pipeline(mx.distributed.init())
-        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - loaded):
+        if missing := sorted(dict(tree_flatten(model.parameters())).keys() - names):
             raise MTPError(f"{checkpoint.name} lacks the tensor {missing[0]}: download it again.")
         if (n := min(len(own.weight) for own in (model.model.embed_tokens, model.output_layer))) < model.vocab_size:
             raise MTPError(
                 f"{checkpoint.name} has rows of {n} tokens, and its config says {model.vocab_size}: correct it."
             )
     return model, config
+
+
+def _sanitized(
+    model: Any,
+    head: Head | None,
+    stage: range | None,
+    awq: Config | None,
+    names: set[str],
+    weights: dict[str, mx.array],
+) -> dict[str, mx.array]:
+    """A model's own ``sanitize`` with the tensors of a head elsewhere, or those of a stage alone. Adds to ``names``."""
+    own = weights if stage is None else own_weights(weights, stage, model)
+    separate = () if head is None else (dict(head.weights), head.raw)
+    if head is not None:
+        head.weights.clear()  # so that tensors of which others are made are freed
+    sanitized: dict[str, mx.array] = type(model).sanitize(model, own, *separate)
+    if awq is not None:  # as mlx-lm, which would take a quantized head for AWQ as well
+        own_head = {name: w for name, w in sanitized.items() if is_head(name)}
+        backbone = {name: w for name, w in sanitized.items() if name not in own_head}
+        sanitized = _transform_awq_weights(backbone, awq)[0] | own_head
+    names.update(sanitized)
+    return sanitized
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..checkpoint import DEMO, DEMO_NOTE
 from ..checkpoint.config import family_in
 from ..checkpoint.heads.originals import head_to_fetch
-from ..checkpoint.load import check_family, load
+from ..checkpoint.load import load
+from ..checkpoint.resolve import check_family
 from ..core.caches.validation import BITS, GROUP_SIZES
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
