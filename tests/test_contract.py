@@ -72,7 +72,6 @@ SIGNATURES = [
                                   "generation_tps peak_memory finish_reason"),
     (server.GenerationArguments, "model sampling logits stop_words max_tokens num_draft_tokens logprobs top_logprobs "
                                  "seed chat_template_kwargs"),
-    (server.SamplingArguments, "temperature top_p top_k min_p xtc_probability xtc_threshold"),
     (server.LogitsProcessorArguments, "logit_bias repetition_penalty repetition_context_size presence_penalty "
                                       "presence_context_size frequency_penalty frequency_context_size"),
     (generate.GenerationBatch.Response, "uid token logprobs finish_reason prompt_cache all_tokens"),

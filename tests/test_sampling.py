@@ -92,7 +92,7 @@ def test_closed_forms():
         assert n_leading(list(accepted)) == len(list(itertools.takewhile(bool, accepted)))
     assert make_sampler() is sample_utils.greedy_sampler
     for options in (dict(min_p=1.1), dict(xtc_probability=-0.1), dict(xtc_probability=0.5, xtc_threshold=0.6)):
-        with pytest.raises(ValueError, match="must be from 0 to"):
+        with pytest.raises(ValueError, match="must be a number from 0 to"):
             make_sampler(temp=1.0, **options)
     for top_k in (8, 9, 2.5):  # as in mlx-lm
         with pytest.raises(ValueError, match=f"top_k must be an integer below the vocabulary's size of 8, not {top_k}"):

@@ -256,7 +256,7 @@ def test_requests_without_sampling_have_the_models(tmp_path, monkeypatch, caplog
     used, make_sampler = [], Admission.make_sampler
 
     def note(self, request):
-        used.append(Sampling(**{name: getattr(request.args.sampling, name) for name in asdict(Sampling())}))
+        used.append(request.args.sampling)
         return make_sampler(self, request)
 
     monkeypatch.setattr(Admission, "make_sampler", note)

@@ -15,7 +15,6 @@ from platformdirs import user_state_path
 from .checkpoint.settings import sampling_defaults
 from .cli import arguments
 from .cli.display import one_line_errors, paint, prompt_progress, sentence, typed
-from .cli.flags import SAMPLING
 from .cli.parser import parse
 from .cli.parsers import chat_parser
 from .core.caches.prompt_cache import make_prompt_cache, n_tokens
@@ -46,8 +45,7 @@ def main() -> None:
     model, tokenizer, config = arguments.load_model(args, args.images, vision="auto" if args.images else True)
     ranks = getattr(model, "ranks", None)  # missing in models of plain mlx-lm
     sampling = sampling_defaults(args.model, arguments.given_sampling(args), ranks)
-    for flag, name in SAMPLING.items():
-        setattr(args, flag, getattr(sampling, name))
+    vars(args).update(sampling.arguments)
     arguments.check_model_flags(args, config)
     arguments.settle_drafts(args, model)
     with arguments.open_prompt_store(args, model) as store:

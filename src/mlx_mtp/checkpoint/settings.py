@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -20,14 +19,11 @@ from ..core.distributed import Ranks, from_rank_0
 from ..core.drafts.settings import DraftLMHead, Settings
 from ..core.models.head_weights import quantize_head
 from ..core.models.mixin import MTPModel
-from ..core.sampling import Sampling
+from ..core.sampling import PARAMETERS, Sampling, fits, limits_of
 from ..errors import MTPError, MTPFileNotFoundError
 from ..files import cache_file, check_target, write_atomic
 from .config import parse_json, read_json
 from .hub import fetch
-
-# The lowest and the highest value of each field of generation_config.json.
-RANGES = {"temperature": (0, math.inf), "top_p": (0, 1), "top_k": (0, math.inf), "min_p": (0, 1)}
 
 REMOVED = {"attention_rows", "pieces"}  # settings that an earlier version tuned
 
@@ -152,7 +148,7 @@ def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[i
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
     """The given values, then those of generation_config.json, which rank 0 reads for all, then mlx-lm's. Checks their range."""
     own = {field: value for field, value in given.items() if value is not None}
-    if own.keys() == RANGES.keys():
+    if len(own) == len(PARAMETERS):
         return Sampling(**own)  # type: ignore[arg-type]
     return from_rank_0(ranks, lambda: Sampling(**{**_read_sampling(fetch(name, None, weights=()), own), **own}))
 
@@ -164,12 +160,12 @@ def _read_sampling(folder: Path, own: Mapping[str, float]) -> dict[str, Any]:
     if content.get("do_sample") is False:
         return {}
     values: dict[str, Any] = {"temperature": 1.0} if content.get("do_sample") else {}
-    values |= {field: content[field] for field in RANGES.keys() - own.keys() if content.get(field) is not None}
-    for field, value in values.items():
-        low, high = RANGES[field]
-        kinds = (int,) if field == "top_k" else (int, float)
-        if type(value) not in kinds or not (low <= value <= high and value < math.inf):
-            flag = "--temp" if field == "temperature" else f"--{field.replace('_', '-')}"
-            allowed = f"a number of {low} or more" if high == math.inf else f"a number from {low} to {high}"
-            raise MTPError(f"{file}: {field} must be {allowed}, not {value!r}: correct it, or give {flag}.")
+    for argument, parameter in PARAMETERS.items():
+        name = parameter.name
+        if name in own or content.get(name) is None:
+            continue
+        values[name] = value = content[name]
+        if type(value) not in (int, parameter.type) or not fits(parameter, value):
+            flag = f"--{argument.replace('_', '-')}"
+            raise MTPError(f"{file}: {name} must be {limits_of(parameter)}, not {value!r}: correct it, or give {flag}.")
     return values

@@ -25,12 +25,12 @@ from ..checkpoint.resolve import check_family
 from ..core.caches.validation import BITS, GROUP_SIZES
 from ..core.drafts.options import TextOptions, asks_for_copies
 from ..core.layers.mtp import has_head
-from ..core.sampling import AcceptanceName
+from ..core.sampling import PARAMETERS, AcceptanceName
 from ..core.sampling.sampler import make_sampler
 from ..errors import MTPError
 from ..files import make_folder
 from ..prompt_store import PromptStore
-from .flags import LOADING, SAMPLING
+from .flags import LOADING
 from .parser import check_limits, flag_of
 
 # The lowest and the highest value of flags for which no library has an error.
@@ -83,7 +83,7 @@ def text_options(args: argparse.Namespace) -> TextOptions:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, float]:
-    return {field: getattr(args, flag) for flag, field in SAMPLING.items() if getattr(args, flag) is not None}
+    return {p.name: value for name, p in PARAMETERS.items() if (value := getattr(args, name)) is not None}
 
 
 def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int = 0) -> Sampler:
@@ -99,7 +99,7 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
+    names = (*PARAMETERS, "min_tokens_to_keep")
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 

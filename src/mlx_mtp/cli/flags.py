@@ -6,13 +6,11 @@ from typing import Any, get_args
 
 from ..checkpoint import AUTO, DTYPES
 from ..core.pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
-from ..core.sampling import AcceptanceName, Sampling
+from ..core.sampling import PARAMETERS, AcceptanceName
 from .parser import byte_size, flag_of, number_or
 
 MODEL_HELP = "Local directory or Hugging Face repo (default: the bundled demo)."  # the help of --model
 TEMPLATE_HELP = """JSON for the chat template, e.g. '{"enable_thinking":false}'"""
-# The sampling flags, and their names in generation_config.json and in requests.
-SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 LOADING = (  # see ``load_options``
     "--draft-vocab", "--mtp-bits", "--draft-head-bits", "--settings", "--dtype", "--max-memory", "--ngram-memory",
 )  # fmt: skip
@@ -128,13 +126,14 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, (*LOADING, "--pipeline"))
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    for flag, kind, text in (
-        ("temp", float, "temperature; 0 chooses the most likely token"),
-        ("top_p", float, "top-p"),
-        ("top_k", int, "top-k; 0 is all tokens"),
-        ("min_p", float, "min-p"),
-    ):
-        default = getattr(Sampling, SAMPLING[flag])
-        text = f"Sampling {text} (default: from the model's generation_config.json, or {default})."
-        parser.add_argument(flag_of(flag), type=kind, help=text)
+def add_sampling(parser: argparse.ArgumentParser, are_advised: bool = True) -> None:
+    """Add the sampling flags, whose defaults are those of the model's generation_config.json if ``are_advised``."""
+    for name, parameter in PARAMETERS.items():
+        default, file = parameter.default, "the model's generation_config.json"
+        told = f"from {file}, or {default}" if are_advised else f"{default}, whatever {file} says"
+        parser.add_argument(
+            flag_of(name),
+            type=parameter.type,
+            default=None if are_advised else default,
+            help=f"{parameter.metadata['text']} (default: {told}).",
+        )

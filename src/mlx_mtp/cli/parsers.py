@@ -34,10 +34,7 @@ def generate_parser() -> argparse.ArgumentParser:
         "stdin: use '-' for text as it is, such as LaTeX or Windows paths."
     )
     add("--prompt", "-p", default=parser.get_default("prompt"), help=prompt)
-    temp = (
-        "Sampling temperature (default: 0.0, the most likely token, whatever the model's generation_config.json says)"
-    )
-    add("--temp", type=float, default=0.0, help=temp)
+    add_sampling(parser, are_advised=False)
     add("--chat-template-config", type=json_object, default="{}", help=TEMPLATE_HELP)
     schema = "Generate JSON that follows this schema, or the schema in this file."
     add("--json-schema", metavar="FILE|JSON", help=schema)
@@ -55,7 +52,7 @@ def chat_parser() -> argparse.ArgumentParser:
     parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
     add_sampling(parser)
     add_drafting(parser)
-    parser.set_defaults(model=str(DEMO), min_tokens_to_keep=1)
+    parser.set_defaults(model=str(DEMO))
     add_flags(parser, ["--images"])
     thinking = "Turn thinking on or off (default: on, if the model supports it)."
     parser.add_argument("--thinking", choices=("on", "off"), help=thinking)

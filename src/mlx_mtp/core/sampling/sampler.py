@@ -1,6 +1,5 @@
 """Samplers whose distribution is known, and the noise of seeds: a hash of seed, position and token, not MLX's random state."""
 
-import math
 import secrets
 import struct
 import threading
@@ -17,7 +16,7 @@ from mlx_lm.sample_utils import Sampler as AnySampler
 from mlx_lm.sample_utils import apply_min_p, apply_top_p, greedy_sampler
 
 from ...errors import MTPError
-from . import AcceptanceName
+from . import PARAMETERS, AcceptanceName, Sampling, fits, limits_of
 from .processors import seed_of
 
 MAX_SEED = 2**64 - 1
@@ -165,17 +164,11 @@ def _places(bits: mx.array) -> mx.array:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(Sampling):
     """mlx-lm's sampler with the same arguments, without a state. Samplers with equal arguments are equal."""
 
-    temp: float
-    top_p: float
-    min_p: float
-    min_tokens_to_keep: int
-    top_k: int
-    xtc_probability: float
-    xtc_threshold: float
-    xtc_special_tokens: tuple[int, ...]
+    min_tokens_to_keep: int = 1
+    xtc_special_tokens: tuple[int, ...] = ()
     keeps_state: ClassVar[bool] = False
 
     def __call__(self, logprobs: mx.array) -> mx.array:
@@ -216,7 +209,7 @@ class Sampler:
             x = mx.where(is_top & (uniforms <= self.xtc_probability), -mx.inf, x)
         if self.top_k > 0 and ids is None:
             ids, x = largest(x, self.top_k)
-        scale = min(max(1 / self.temp, 1e-30), 1e30)  # at any temperature, logits are finite in float32
+        scale = min(max(1 / self.temperature, 1e-30), 1e30)  # at any temperature, logits are finite in float32
         return Support(ids, mx.softmax(x.astype(mx.float32) * scale, axis=-1))
 
     def sample(self, logits: mx.array, words: mx.array, are_drafts: bool = False) -> mx.array:
@@ -319,22 +312,20 @@ def make_sampler(
         raise MTPError(f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.')
     if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
         raise MTPError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
+    sampling = Sampling(temp, top_p, top_k, min_p, xtc_probability, xtc_threshold)
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
-    limits: dict[str, tuple[float, float]] = {"temp": (temp, math.inf), "top_k": (top_k, math.inf)}
-    limits |= {"top_p": (top_p, 1), "min_p": (min_p, 1)}
-    limits |= {"xtc_probability": (xtc_probability, 1), "xtc_threshold": (xtc_threshold, 0.5)}
-    for name, (value, limit) in limits.items():
-        if not 0 <= value <= limit or value == math.inf:  # or nan
-            raise MTPError(f"{name} must be {'0 or more' if limit == math.inf else f'from 0 to {limit}'}, not {value}.")
+    for name, value in sampling.arguments.items():
+        if not fits(PARAMETERS[name], value):
+            raise MTPError(f"{name} must be {limits_of(PARAMETERS[name])}, not {value}.")
     if min_tokens_to_keep < 1:
         raise MTPError(f"min_tokens_to_keep must be 1 or more, not {min_tokens_to_keep}.")
     if temp == 0:
         return greedy_sampler
     special_tokens = xtc_special_tokens or []
-    args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
     if acceptance == "match":
+        args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
         return lambda x: sample_utils.make_sampler(*args, known_ids(special_tokens, x))(x)
-    sampler = Sampler(*args, tuple(special_tokens))
+    sampler = Sampler(**vars(sampling), min_tokens_to_keep=min_tokens_to_keep, xtc_special_tokens=tuple(special_tokens))
     if acceptance == "coupled":
         return SeededSampler(sampler, secrets.randbits(64) if seed is None else seed)
     return sampler

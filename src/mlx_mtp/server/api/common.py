@@ -11,11 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from annotated_types import Ge, Le
 from jinja2.defaults import DEFAULT_NAMESPACE
 from mlx_lm import server as stock
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ...core.pacing import MAX_COPY_TOKENS, MAX_DRAFT_TOKENS
+from ...core.sampling import PARAMETERS
 from ...text.answer import Reasoning
 from ...text.schema import Json, whole
 from ...text.tool_calls import CallArguments, CallBegins, Text
@@ -32,7 +33,7 @@ OUTPUTS = "docs/server.md#structured-output lists those that are supported"
 OF_CLIENTS = re.compile(
     "(local_shell|shell|apply_patch|computer|computer_toolset|browser_toolset|bash|text_editor|memory)(_(use_preview|[0-9]+))?$"
 )
-SAMPLING = "send temperature, top_p, top_k, min_p or xtc_probability"
+SAMPLING = f"send {', '.join(parameter.name for parameter in PARAMETERS.values())}"
 THINKING = "docs/server.md#thinking lists the fields of each API"
 NO_THINKING = ("none", "minimal")  # efforts
 # The fields for thinking, besides ``enable_thinking``
@@ -123,7 +124,6 @@ Natural = Annotated[int, Ge(0), Le(2**31), WHOLE]
 # -1 is no limit, as in llama.cpp
 Budget = Annotated[int, Ge(-1), Le(2**31), WHOLE, AfterValidator(lambda n: NO_LIMIT if n == -1 else n)]
 Limit = Annotated[Budget, AfterValidator(_not_zero)]
-Share = Annotated[float, Ge(0), Le(1)]
 Penalty = Annotated[float, Ge(-100), Le(100)]
 Stop = Annotated[Many[Short], Field(max_length=64), BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 Token = Annotated[str, Field(pattern="^[0-9]{1,9}$"), AfterValidator(int)]
@@ -244,7 +244,17 @@ SHORT = {bool: "enabled", str: "effort"}  # the fields that are also the value o
 Switch = Annotated[ThinkingSettings, BeforeValidator(lambda x: {SHORT[type(x)]: x} if type(x) in SHORT else x)]
 
 
-class Body(Part):
+def _sampling_field(parameter: Any) -> Any:
+    low, high = parameter.metadata["requested"]
+    more = [WHOLE] if parameter.type is int else []
+    return Annotated[parameter.type, Ge(low), Le(high), *more, AfterValidator(lambda x: max(x, 0))] | None
+
+
+SAMPLING_FIELDS: dict[str, Any] = {p.name: (_sampling_field(p), None) for p in PARAMETERS.values()}
+SamplingFields: Any = create_model("SamplingFields", __base__=Part, **SAMPLING_FIELDS)
+
+
+class Body(SamplingFields, Part):
     """The fields of all APIs, including the fields of mlx-lm and of this package."""
 
     NEEDED: ClassVar[str]  # the required field
@@ -257,18 +267,12 @@ class Body(Part):
     model: str = "default_model"
     stream: bool = False
     stream_options: OutputSettings = OutputSettings()
-    temperature: Annotated[float, Ge(0), Le(2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Ge(-1), Le(2**31), WHOLE, AfterValidator(lambda n: max(n, 0))] | None = None
-    min_p: Share | None = None
     repetition_penalty: Annotated[float, Ge(0), Le(100)] = 0.0
     repetition_context_size: Natural = 20
     presence_penalty: Penalty = 0.0
     presence_context_size: Natural | None = None
     frequency_penalty: Penalty = 0.0
     frequency_context_size: Natural | None = None
-    xtc_probability: Share = 0.0
-    xtc_threshold: Annotated[float, Ge(0), Le(0.5)] = 0.1
     logit_bias: Annotated[dict[Token, Penalty], at_most(MAX_BIASES)] | None = None
     min_tokens: Natural = 0  # vLLM's
     ignore_eos: bool = False
@@ -382,8 +386,10 @@ class Body(Part):
             raise ApiError(400, f"{name} cannot be combined with structured output, which may end before.", param=name)
         request.args = stock.GenerationArguments(
             model=self.model,
-            sampling=self._fields_of(stock.SamplingArguments),
-            logits=self._fields_of(stock.LogitsProcessorArguments),
+            sampling={name: x for name in SAMPLING_FIELDS if (x := getattr(self, name)) is not None},
+            logits=stock.LogitsProcessorArguments(
+                **{field.name: getattr(self, field.name) for field in fields(stock.LogitsProcessorArguments)}
+            ),
             stop_words=self.stop_words,
             max_tokens=limit,
             num_draft_tokens=flags.num_draft_tokens if self.num_draft_tokens is None else self.num_draft_tokens,
@@ -392,9 +398,6 @@ class Body(Part):
             logprobs=self.top is not None,
             top_logprobs=self.top or 0,
         )
-
-    def _fields_of(self, kind: Any) -> Any:
-        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
 
 
 def _first(values: Sequence[T | None]) -> T | None:

@@ -178,10 +178,9 @@ class Admission:
 
     def make_sampler(self, request: Request) -> Sampler:
         """Make the sampler of a request. With a seed, drafts are coupled, whatever ``--acceptance`` says."""
-        given, tokenizer, seed = {**vars(request.args.sampling)}, self.models.tokenizer, request.args.seed
+        tokenizer, seed = self.models.tokenizer, request.args.seed
         return sampling.make_sampler(
-            given.pop("temperature"),
-            **given,
+            **request.args.sampling.arguments,
             xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
             seed=seed,
             acceptance=self.options.acceptance if seed is None else None,

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -106,9 +106,7 @@ class BoundedTokenizer:
                 check_ids(ids, self.n_ids, param)
             except MTPError as e:
                 raise ApiError(400, str(e), param=param) from e
-        for field, value in asdict(self.sampling).items():
-            if getattr(args.sampling, field) is None:
-                setattr(args.sampling, field, value)
+        args.sampling = replace(self.sampling, **args.sampling)
         if n_prompt == 0:
             raise ApiError(400, "The prompt is empty.", param=request.param)
         if max_context is not None and n_prompt + args.max_tokens > max_context:
