@@ -28,7 +28,7 @@ from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
-from tests.support.distribution import CASES, NUCLEUS, PENALTY, XTC, Case, by_mlx_lm, p_value
+from tests.support.distribution import CASES, NUCLEUS, PENALTY, SIGMAS, XTC, Case, by_mlx_lm, p_value, sigmas
 from tests.support.distribution import LEVEL as JOINT_LEVEL
 from tests.support.models import model_of, uncompiled
 from tests.support.profiles import LONG, examples
@@ -104,6 +104,7 @@ def test_closed_forms():
 SAMPLERS = [
     dict(temp=1.5),
     dict(temp=1.0, top_k=3),
+    dict(temp=1.5, top_n_sigma=1.0),
     dict(temp=1.0, top_p=0.9),
     dict(temp=1.0, min_p=0.1, min_tokens_to_keep=7),
     dict(temp=1.0, xtc_probability=0.5, xtc_threshold=0.1, xtc_special_tokens=[1, 2]),
@@ -121,7 +122,8 @@ SETTINGS = st.fixed_dictionaries(
     {
         "temp": st.sampled_from([0.3, 1.0, 1.5]), "top_p": st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0]),
         "min_p": st.sampled_from([0.0, 0.05, 0.4, 1.0]), "min_tokens_to_keep": st.sampled_from([1, 3]),
-        "top_k": st.sampled_from([0, 1, 3, 5]), "xtc_probability": st.sampled_from([0.0, 1.0]),
+        "top_k": st.sampled_from([0, 1, 3, 5]), "top_n_sigma": st.sampled_from([0.0, 0.1, 1.0, 2.5]),
+        "xtc_probability": st.sampled_from([0.0, 1.0]),
         "xtc_threshold": st.sampled_from([0.05, 0.2]), "xtc_special_tokens": st.sampled_from([[], [1, 3]]),
     }
 )  # fmt: skip
@@ -154,7 +156,10 @@ def test_filters_are_mlx_lms(options, size, spread, step, n_allowed, dtype, seed
         x[:, rng.permutation(size)[n_allowed:]] = -np.inf
     x = mx.array(x.astype(np.float32)).astype(dtype)
     x = x - mx.logsumexp(x, axis=-1, keepdims=True)
-    assume(not is_near_the_cut(x, options["top_p"]))
+    n = options["top_n_sigma"]
+    below = sigmas(x)
+    assume(not (np.abs(below - n) < 1e-4).any())
+    assume(not is_near_the_cut(mx.where(mx.array(below > n), -mx.inf, x) if n else x, options["top_p"]))
     got, want = probabilities_of(make_sampler(**options), x), by_mlx_lm(x, **options)
     assert not mx.any(((got > 0) != (want > 0)) & (mx.maximum(got, want) > 1e-30))  # float32 ends below
     assert mx.allclose(got, want, atol=1e-5)
@@ -239,7 +244,7 @@ def test_sampler_and_drafts_draw_from_mlx_lms_distribution(options):
 # run, see test_seeds.py.
 BRIEF = [
     Case(2, NUCLEUS | XTC, copies=3, penalties=PENALTY),
-    Case(2, NUCLEUS, "right", acceptance="match", copies=3, n_rows=1),
+    Case(2, NUCLEUS | SIGMAS, "right", acceptance="match", copies=3, n_rows=1),
 ]
 
 

@@ -83,7 +83,8 @@ INVALID = {
         prompt=[None, "", 5, [], [""], [[]], ["a", 1], [["a"]], [-1], [10**6], [[1], "a"], ["a"] * 129, {}]
         + [[[1, 2], [3, 10**6]]], model=[5, ["a"]],
         stream=["yes"], stream_options=[True], max_tokens=[0, -5, 1.5, True, "many", 8192, 10**9, 10**12],  # 8192: the context
-        max_completion_tokens=[[1]], n=[0, 9], temperature=[-0.1, "hot", 9], top_p=[1.1, -1], top_k=[-2, 10**6, 2.5], min_p=[2],
+        max_completion_tokens=[[1]], n=[0, 9], temperature=[-0.1, "hot", 9],
+        top_n_sigma=[-2, "a"], top_p=[1.1, -1], top_k=[-2, 10**6, 2.5], min_p=[2],
         repetition_penalty=[-1], repetition_context_size=[-1], presence_penalty=["x"], frequency_penalty=[{}],
         xtc_probability=[7], xtc_threshold=[-1, 0.6], logit_bias=[[1], {"a": 1}, {"-1": 1}, {"99999999": 1}, {"1": "x"}],
         logprobs=["yes", True, 21], seed=["a", -(2**63) - 1, 2**70], stop=[5, [5], ["a"] * 1000], adapters=["/etc"],

@@ -261,17 +261,17 @@ def test_requests_without_sampling_have_the_models(tmp_path, monkeypatch, caplog
 
     monkeypatch.setattr(Admission, "make_sampler", note)
     model, other = advising(tmp_path / "model", QWEN), advising(tmp_path / "other", {"temperature": 0.6})
-    flags = ["--mtp", "--model", model, "--serve-model", other, "--min-p", "0.01"]
+    flags = ["--mtp", "--model", model, "--serve-model", other, "--min-p", "0.01", "--top-n-sigma", "3"]
     with caplog.at_level(logging.INFO), Engine(*flags) as engine:
         bodies = [
             {"seed": 7},
             {"seed": 7, **{k: v for k, v in QWEN.items() if k in asdict(Sampling())}},
-            {"temperature": 0, "top_k": 3},
+            {"temperature": 0, "top_k": 3, "top_n_sigma": -1},  # which is llama.cpp's for 0
             {"model": other, "seed": 1},
         ]
         texts = [engine.ask(ASKED, max_tokens=8, **body).tokens for body in bodies]
     assert texts[0] == texts[1]
-    sampled = Sampling(0.8, 0.95, 20, 0.01)
-    assert used == [sampled, sampled, Sampling(0, 0.95, 3, 0.01), Sampling(0.6, min_p=0.01)]
+    sampled = Sampling(0.8, 0.95, 20, 0.01, top_n_sigma=3.0)
+    assert used == [sampled, sampled, Sampling(0, 0.95, 3, 0.01), Sampling(0.6, min_p=0.01, top_n_sigma=3)]
     lines = [r.message.partition(": ")[2] for r in caplog.records if r.message.startswith("Default sampling")]
-    assert lines == [str(sampled), "temperature 0.6, min_p 0.01"]  # at each load
+    assert lines == [str(sampled), "temperature 0.6, min_p 0.01, top_n_sigma 3.0"]  # at each load

@@ -44,8 +44,19 @@ def independence(a: np.ndarray, b: np.ndarray) -> float:
     return float(chdtrc(n_free, ((table - expected) ** 2 / expected).sum()))
 
 
-def by_mlx_lm(logprobs: mx.array, xtc_probability: float = 0.0, **options) -> mx.array:
-    """What mlx-lm's sampler of these options samples from, [B, V]: its filters, and XTC's coin falls both ways."""
+def sigmas(logits: mx.array) -> np.ndarray:
+    """How many standard deviations each logit is below the largest of its row, [B, V] each; excluded ones do not count."""
+    x = np.array(logits.astype(mx.float32), np.float64)
+    deviations = np.nanstd(np.where(np.isinf(x), np.nan, x), axis=-1, keepdims=True)
+    return (x.max(axis=-1, keepdims=True) - x) / np.maximum(deviations, 1e-9)
+
+
+def by_mlx_lm(logprobs: mx.array, xtc_probability: float = 0.0, top_n_sigma: float = 0.0, **options) -> mx.array:
+    """What mlx-lm's sampler of these options samples from, [B, V]: its filters behind top-n-sigma, which it lacks, and XTC's
+    coin falls both ways.
+    """
+    if top_n_sigma:
+        logprobs = mx.where(mx.array(sigmas(logprobs) > top_n_sigma), -mx.inf, logprobs)
     softmax = lambda x, temp: mx.softmax(x.astype(mx.float32) * (1 / temp), axis=-1)  # noqa: E731
     coins = [(1 - xtc_probability, 0.0), (xtc_probability, 1.0)][: 1 + (xtc_probability > 0)]
     with mock.patch.object(sample_utils, "categorical_sampling", softmax):
@@ -144,6 +155,7 @@ class Case:
 
 ALL = {"temp": 1.0, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "xtc_probability": 0.5, "xtc_threshold": 0.2}
 NUCLEUS, XTC = {"temp": 1.0, "top_p": 0.9}, {"temp": 1.0, "xtc_probability": 0.5}
+SIGMAS = {"temp": 1.5, "top_n_sigma": 1.0}
 BOTH = {"temp": 0.7, "top_p": 0.9, "xtc_probability": 0.5}
 PENALTY, GRAMMAR = {"repetition_penalty": 1.5}, "start: /(ab|bc|ca)+/"
 COLD, PLAIN, HOT = ({"temp": temp} for temp in (0.7, 1.0, 1.5))
@@ -151,6 +163,7 @@ CASES = [
     *(Case(depth, {"temp": temp}) for depth in (1, 2, 3, 4) for temp in (0.3, 0.7, 1.0, 1.5)),
     *(Case(depth, PLAIN, head) for depth in (1, 3) for head in ("right", "adversarial")),
     *(Case(2, COLD | f) for f in ({"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"xtc_probability": 0.5})),
+    *(Case(3, SIGMAS, acceptance=acceptance) for acceptance in ("rejection", "coupled", "match")),
     Case(3, ALL),
     Case(3, PLAIN | {"min_p": 0.5, "min_tokens_to_keep": 3}),
     *(Case(depth, temp, copies=copies) for depth in (0, 2) for copies in (1, 4, 16) for temp in (COLD, HOT)),

@@ -41,6 +41,11 @@ class Sampling:
     min_p: float = _parameter(0.0, "Sampling min-p", 1)
     xtc_probability: float = _parameter(0.0, "Probability that XTC applies to a token", 1)
     xtc_threshold: float = _parameter(0.1, "XTC excludes all but the last of the tokens above this probability", 0.5)
+    top_n_sigma: float = _parameter(
+        0.0,
+        "Sampling top-n-sigma, the deviations that a logit may be below the largest; 0 is off",
+        requested=(-1, math.inf),
+    )
 
     def __str__(self) -> str:
         values = {name: value for name, value in asdict(self).items() if value != getattr(Sampling, name)}

@@ -135,6 +135,22 @@ def largest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(chosen, ids // BLOCK, axis=-1) * BLOCK + ids % BLOCK, values
 
 
+def within_sigmas(logits: mx.array, n: float) -> mx.array:
+    """Top-n-sigma (https://arxiv.org/abs/2411.07641) of logits or log probabilities [B, V]: -inf for those that are more than n
+    standard deviations below the row's largest; with n = 0, the logits.
+
+    The deviation is that of the finite logits, as in llama.cpp: excluded tokens do not count. It is that before the
+    temperature, which scales both sides.
+    """
+    if n == 0:
+        return logits
+    x, is_allowed = logits.astype(mx.float32), logits > -mx.inf
+    count = is_allowed.sum(axis=-1, keepdims=True)
+    mean = mx.where(is_allowed, x, 0).sum(axis=-1, keepdims=True) / count
+    variance = mx.where(is_allowed, (x - mean) ** 2, 0).sum(axis=-1, keepdims=True) / count
+    return mx.where(x < x.max(axis=-1, keepdims=True) - n * mx.sqrt(variance), -mx.inf, logits)
+
+
 def known_ids(ids: Iterable[int], logits: mx.array) -> list[int]:
     """The ids for which there are logits [..., V]: a tokenizer may have more tokens than the model."""
     return [i for i in ids if 0 <= i < logits.shape[-1]]
@@ -182,8 +198,10 @@ class Sampler(Sampling):
     def support(self, logits: mx.array, uniforms: mx.array, are_drafts: bool = False) -> Support:
         """Apply the filters and the temperature to logits or log probabilities [B, V], with ``uniforms`` [B, 1] of XTC.
 
-        The distribution of drafts is free: there, top-p and min-p take the likeliest tokens alone.
+        Top-n-sigma is the first filter, as in llama.cpp; the others have mlx-lm's order. The distribution of drafts is free:
+        there, top-p and min-p take the likeliest tokens alone.
         """
+        logits = within_sigmas(logits, self.top_n_sigma)
         x, ids, k, top_p = logits, None, self.top_k, mx.array(self.top_p)
         has_top_p = 0 < self.top_p < 1
         if are_drafts and k == 0 and (has_top_p or self.min_p > 0):
@@ -284,12 +302,15 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: list[int] | None = None,
     *,
+    top_n_sigma: float = 0.0,
     seed: int | None = None,
     acceptance: AcceptanceName | None = None,
 ) -> AnySampler:
     """Make a sampler function, as mlx-lm's ``make_sampler``, that also defines how drafts are accepted.
 
     Args:
+        top_n_sigma (float, optional): Keep the tokens whose logits are at most this many standard deviations below the largest
+          (https://arxiv.org/abs/2411.07641), before the other filters. Default: ``0``, all tokens.
         seed (int, optional): From 0 to 2**64 - 1. The seed and the prompt determine the text, with any number of drafts, with
           and without MTP, alone or in a batch. Default: ``None``.
         acceptance (str, optional): ``"rejection"`` accepts the most drafts, ``"coupled"`` works with a seed, ``"match"`` is
@@ -312,7 +333,7 @@ def make_sampler(
         raise MTPError(f'acceptance="{acceptance}" draws from MLX\'s random state: use mx.random.seed instead of seed.')
     if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
         raise MTPError(f"seed must be an integer from 0 to 2**64 - 1, not {seed!r}.")
-    sampling = Sampling(temp, top_p, top_k, min_p, xtc_probability, xtc_threshold)
+    sampling = Sampling(temp, top_p, top_k, min_p, xtc_probability, xtc_threshold, top_n_sigma)
     # Here, since an error of mlx-lm inside a compiled function invalidates the random state.
     for name, value in sampling.arguments.items():
         if not fits(PARAMETERS[name], value):
@@ -324,7 +345,7 @@ def make_sampler(
     special_tokens = xtc_special_tokens or []
     if acceptance == "match":
         args = (temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold)
-        return lambda x: sample_utils.make_sampler(*args, known_ids(special_tokens, x))(x)
+        return lambda x: sample_utils.make_sampler(*args, known_ids(special_tokens, x))(within_sigmas(x, top_n_sigma))
     sampler = Sampler(**vars(sampling), min_tokens_to_keep=min_tokens_to_keep, xtc_special_tokens=tuple(special_tokens))
     if acceptance == "coupled":
         return SeededSampler(sampler, secrets.randbits(64) if seed is None else seed)

@@ -69,7 +69,6 @@ REFUSED: Mapping[str, tuple[Sequence[Any], str]] = {
     "length_penalty": ([1], "it is of beam search"),
     **dict.fromkeys(("mirostat", "dynatemp_range", "dry_multiplier", "top_a"), ([0], SAMPLING)),
     **dict.fromkeys(("typical_p", "tfs_z"), ([1], SAMPLING)),
-    "top_n_sigma": ([0, -1], SAMPLING),
     "samplers": ([[]], SAMPLING),
     "repeat_penalty": ([1], "send repetition_penalty"),
     "logits_processors": ([[]], "send logit_bias"),
