@@ -24,7 +24,9 @@ class Ranks:
     """Two or more processes."""
 
     def __init__(self, group: mx.distributed.Group):
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
 
     def gather(self, numbers: list[float], after: mx.array) -> mx.array:
         """Gather every rank's numbers, [R, n] float32, by rank. Does not wait: evaluate the result with a pass of the model."""

@@ -99,7 +99,7 @@ class BatchGenerator(Scheduler):
         if max_kv_size is not None:
             raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
         if stop_tokens is not None:
-            stops = [token_ids(own, model, "stop_tokens") for own in stop_tokens]
+            stops = [token_ids(tokens, model, "stop_tokens") for tokens in stop_tokens]
             keywords["stop_sequences"] = StopSequences(stops or None)
         defaults = TextOptions(max_tokens=128, stop_sequences=StopSequences(None))
         self.options = TextOptions.given((options or TextOptions()).completed_by(defaults), keywords)
@@ -193,8 +193,8 @@ class BatchGenerator(Scheduler):
         }  # fmt: skip
         each = each_prompt(segments)
         new = [
-            self._make_sequence(i, own, **entries)
-            for i, (own, entries) in enumerate(zip(each, entries_of(lists, len(each))))
+            self._make_sequence(i, prompt, **entries)
+            for i, (prompt, entries) in enumerate(zip(each, entries_of(lists, len(each))))
         ]
         self._uid_count += len(new)
         self.prompts.extend(new)
@@ -224,7 +224,7 @@ class BatchGenerator(Scheduler):
             check_count(f"max_tokens of prompt {i}", limit)
         model: Any = self.model
         options, kv = self._resolve(options), self.decoder.kv
-        parts = [token_ids(own, model, f"Prompt {i}") for own in each_prompt(segments)]
+        parts = [token_ids(segment, model, f"Prompt {i}") for segment in each_prompt(segments)]
         known = token_ids([*all_tokens], model, f"all_tokens of prompt {i}")
         n_prompt = sum(map(len, parts))
         if n_prompt == 0:

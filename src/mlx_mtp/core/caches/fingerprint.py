@@ -50,11 +50,11 @@ def fingerprint(model: Any) -> bytes:
     ]
 
     def part(is_head: bool) -> bytes:
-        own, settings = (
+        weights, settings = (
             [pair for pair in pairs if f"{pair[0]}.".startswith(model.head_prefix) is is_head]
             for pairs in (parameters, modules)
         )
-        return digest(own, [args, settings])
+        return digest(weights, [args, settings])
 
     return part(False) + part(True)
 

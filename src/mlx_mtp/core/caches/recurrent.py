@@ -70,15 +70,17 @@ def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]
     if min(kept) < n:
         raise MTPError(f"{n} tokens of the window are confirmed: they cannot be rolled back to {min(kept)}.")
     if (m := max(kept) - n) == 0:
-        return [own.snapshot for own in splits]
+        return [split.snapshot for split in splits]
     # The layers share lists of indices: a range of the device would be more operations.
     mask = None if len(set(kept)) == 1 else mx.array([[n + i < end for i in range(m)] for end in kept])  # [B, m]
-    widths = {x.shape[1] - own.n_tokens for own in splits for x in own.last_inputs}
+    widths = {x.shape[1] - split.n_tokens for split in splits for x in split.last_inputs}
     ends = {w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths}  # of w last inputs, [B, w, 1]
     arrays = []
-    for own in splits:
-        own_ends = [ends[x.shape[1] - own.n_tokens] for x in own.last_inputs]
-        arrays.append(_rewound(m, own.native, own.last_inputs, own.snapshot[1], own.drafts, own_ends, mask))
+    for split in splits:
+        ends_of_inputs = [ends[x.shape[1] - split.n_tokens] for x in split.last_inputs]
+        arrays.append(
+            _rewound(m, split.native, split.last_inputs, split.snapshot[1], split.drafts, ends_of_inputs, mask)
+        )
     return arrays
 
 

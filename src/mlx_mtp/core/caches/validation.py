@@ -31,8 +31,8 @@ def check_backbone(caches: Sequence[Any], layers: Sequence[Any]) -> None:
 
 def are_states(entry: Any, states: Sequence[State]) -> bool:
     """Whether an entry has the states of a recurrent layer: all of them, or none."""
-    dtypes = [FLOATS if own.dtype is None or own.dtype in FLOATS else (own.dtype,) for own in states]
-    wanted = [((1, *own.shape), types) for own, types in zip(states, dtypes)]
+    dtypes = [FLOATS if state.dtype is None or state.dtype in FLOATS else (state.dtype,) for state in states]
+    wanted = [((1, *state.shape), types) for state, types in zip(states, dtypes)]
     return are_arrays(entry, *wanted) and len({x is None for x in entry.cache}) == 1
 
 
@@ -57,13 +57,13 @@ def are_keys(entry: Any, layer: Any, may_be_quantized: bool = True) -> bool:
     if n == 0 and all(getattr(entry, name, None) is None for name in sizes):
         return True
     for name, (H, D) in sizes.items():
-        own: Any = getattr(entry, name, None)
+        held: Any = getattr(entry, name, None)
         if name not in NAMES:
-            if own is None and n == 0:  # an interrupted pass has made only some
+            if held is None and n == 0:  # An interrupted pass has made only some.
                 continue
             S = None
         is_one = name not in NAMES or not is_quantized
-        arrays, parts = ([own], [(D, FLOATS)]) if is_one else (own, _quantized_parts(entry, D))
+        arrays, parts = ([held], [(D, FLOATS)]) if is_one else (held, _quantized_parts(entry, D))
         if not isinstance(arrays, list | tuple) or not 0 < len(arrays) == len(parts):
             return False
         for x, (width, dtypes) in zip(arrays, parts):
@@ -84,7 +84,7 @@ def _quantized_parts(entry: Any, D: int) -> list[tuple[int, Dtypes]]:
 def _is_array(x: Any, shape: Shape, dtypes: Dtypes) -> bool:
     if not isinstance(x, mx.array) or x.dtype not in dtypes or x.ndim != len(shape):
         return False
-    return all(n in (None, own) for n, own in zip(shape, x.shape))
+    return all(wanted in (None, n) for wanted, n in zip(shape, x.shape))
 
 
 def misfit(i: int) -> MTPError:

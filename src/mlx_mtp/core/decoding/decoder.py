@@ -130,18 +130,18 @@ class Decoder:
     def draft(self, plan: WindowPlan) -> Drafts:
         if plan.whole.k == 0:
             return Drafts(plan.of_each)
-        limits = [0 if own.skips_head else own.k for own in plan.of_each]
+        limits = [0 if each.skips_head else each.k for each in plan.of_each]
         tokens, proposals = mx.zeros((len(limits), 0), mx.uint32), list[list[Any]]()
         if max(limits) > 0:
             tokens, proposals, limits = self.drafter.propose(self.sequences, limits)
         made = [Plan(k) for k in limits]
-        for b, (s, own) in enumerate(zip(self.sequences, plan.of_each)):
-            if own.skips_head:
-                made[b] = own
+        for b, (s, each) in enumerate(zip(self.sequences, plan.of_each)):
+            if each.skips_head:
+                made[b] = each
                 # Any token may be drafted, but only those that the model has can be read.
-                drafts = s.drafting.free[own.source].propose(own.k, s.n_unobserved).astype(mx.uint32)
+                drafts = s.drafting.free[each.source].propose(each.k, s.n_unobserved).astype(mx.uint32)
                 drafts = mx.minimum(drafts, self.model.vocab_size - 1)
-                if (n_more := own.k - tokens.shape[1]) > 0:
+                if (n_more := each.k - tokens.shape[1]) > 0:
                     tokens = mx.pad(tokens, [(0, 0), (0, n_more)])
                 tokens = with_rows(tokens, [b], drafts[None])
         mx.async_eval(tokens)
@@ -237,7 +237,7 @@ def draft_limits(decoder: Decoder) -> list[int]:
     most = MAX_COPY_TOKENS
     if min(device.widest.values()) < MAX_WINDOW:
         of_each = zip(decoder.sequences, n_tokens, cache.bits)
-        bits = [own or s.kv.at(n).get("kv_bits") for s, n, own in of_each]
+        bits = [bits or s.kv.at(n).get("kv_bits") for s, n, bits in of_each]
         most = max(min(map(device.max_window, bits), default=1) - 1, 0)
     limits = []
     for b, (s, n) in enumerate(zip(decoder.sequences, n_tokens)):

@@ -75,8 +75,8 @@ class Planner:
             running = [offer for s, offer in offers if s.end is None]
             chosen = self.depth.next(running, n_given, len(sequences), n_tokens)
         of_each = tuple(_own_plan(s, offer, chosen, len(sequences) == 1) for s, offer in offers)
-        width = max(own.k for own in of_each)
-        uses_head = any(own.k > 0 and not own.skips_head for own in of_each)
+        width = max(each.k for each in of_each)
+        uses_head = any(each.k > 0 and not each.skips_head for each in of_each)
         whole = Plan(width, HEAD if uses_head or width == 0 else FREE)
         return WindowPlan(sequences, of_each, whole, is_chosen and width <= chosen.k, n_tokens)
 
@@ -98,13 +98,13 @@ class Planner:
         self.last_end = End(window.sequences, perf_counter(), n_traces())
         seconds = self.last_end.time - before.time
         has_trace = self.last_end.n_traces > before.n_traces  # A new shape was traced, and its kernels were compiled.
-        for s, own, n_accepted, count in zip(window.sequences, plan.of_each, step.n_accepted, step.counts):
+        for s, each, n_accepted, count in zip(window.sequences, plan.of_each, step.n_accepted, step.counts):
             if s in before.sequences and not has_trace:
                 s.drafting.counts.n_timed += count
                 s.drafting.counts.seconds += seconds
             # Drafts dropped by ``p_min`` count as rejected: the head has computed them.
-            if own.k > 0 and not own.skips_head:
-                s.drafting.rates.count_window(own.k, n_accepted)
+            if each.k > 0 and not each.skips_head:
+                s.drafting.rates.count_window(each.k, n_accepted)
         if not plan.is_chosen:
             self.is_interrupted = True
             return

@@ -73,7 +73,7 @@ class TextDrafting:
     def offers(self, limit: int, n_unobserved: int) -> Offer:
         rates = {name: source.acceptance_rates(n_unobserved)[:limit] for name, source in self.free.items()}
         rates[HEAD] = self.rates.estimate[:limit][: self.fixed(HEAD)]
-        return {name: own for name, own in rates.items() if own}
+        return {name: of_source for name, of_source in rates.items() if of_source}
 
     def observe(self, tokens: Sequence[int], plan: Plan, n_accepted: int) -> None:
         """Observe a step: its tokens, and how many of its drafts the model accepted."""
@@ -107,7 +107,7 @@ class TextSequence:
         self.drafting = TextDrafting(task.options, counts)
         self.is_embedded = embeddings is not None
         self.images = cache.images
-        self.embeddings = embeddings if isinstance(embeddings, mx.array) else None  # of the prompt that is left
+        self.embeddings = embeddings if isinstance(embeddings, mx.array) else None  # of the rest of the prompt
         self.pending = None if isinstance(embeddings, mx.array) else embeddings  # computes ``embeddings``
         self.cached_text = [] if tokens else cache.text  # before ``tokens``
         self.text_start = cache.n_tokens - len(self.cached_text) - len(tokens)  # the index of the first known token
@@ -122,7 +122,7 @@ class TextSequence:
         self.cache = cache
         self.tokens = [*tokens]  # that the host knows: of the prefilled prompt, and generated ones
         *before, last = [segment for segment in segments if segment]
-        # Of the prompt that is left. The last is its last token.
+        # The segments of the rest of the prompt. The last one is its last token.
         self.segments = [*before, last[:-1], last[-1:]] if len(last) > 1 else [*before, last]
         self.n_prompt = sum(map(len, self.segments))
         self.n_prefilled = 0

@@ -76,7 +76,7 @@ class Step:
     @property
     def counts(self) -> list[int]:
         """The number of tokens that each sequence commits; at least 1, [B]."""
-        return [max(len(own), 1) for own in self.tokens]
+        return [max(len(tokens), 1) for tokens in self.tokens]
 
     def tokens_of_each(self) -> list[Stepped]:
         """The tokens of each sequence that had not ended before; none of one that has failed."""
@@ -149,12 +149,12 @@ def of_members(x: mx.array, members: list[int]) -> mx.array:
     return x if len(members) == len(x) else x[mx.array(members)]
 
 
-def with_rows(x: mx.array, members: list[int], own: mx.array) -> mx.array:
+def with_rows(x: mx.array, members: list[int], columns: mx.array) -> mx.array:
     """Put the first columns of some rows, [G, n], into x, [B, T]."""
-    if own.shape == x.shape:
-        return own.astype(x.dtype)
-    if (n := own.shape[1]) > 0:
-        x[mx.array(members), :n] = own
+    if columns.shape == x.shape:
+        return columns.astype(x.dtype)
+    if (n := columns.shape[1]) > 0:
+        x[mx.array(members), :n] = columns
     return x
 
 

@@ -62,35 +62,37 @@ class DraftLMHead:
 
     def with_tokens(self, tokens: Iterable[int]) -> "DraftLMHead":
         """This layer if it has these tokens, otherwise a new one, with the new tokens last in ``ids``."""
-        new = [i for i in dict.fromkeys(tokens) if not any(i in own for own in self._tokens)]
+        new = [i for i in dict.fromkeys(tokens) if not any(i in of_layer for of_layer in self._tokens)]
         if self.ids is None or not new:
             return self
-        head, held, added = copy.copy(self), [*self._tokens], {*new}
-        head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
+        others, added = [*self._tokens], {*new}
         # A layer takes the rows of those behind it that are no larger, so there are few, and each row is copied a few times.
-        while len(held) > 1 and len(held[-1]) <= len(added):
-            added |= held.pop()
-        head.layers, head._tokens = [*self.layers[: len(held)], self._rows(head.ids[-len(added) :])], [*held, added]
-        return head
+        while len(others) > 1 and len(others[-1]) <= len(added):
+            added |= others.pop()
+        lm_head = copy.copy(self)
+        lm_head.ids = mx.concatenate([self.ids, mx.array(new, mx.uint32)])
+        lm_head.layers = [*self.layers[: len(others)], self._rows(lm_head.ids[-len(added) :])]
+        lm_head._tokens = [*others, added]
+        return lm_head
 
     def _rows(self, ids: mx.array | None) -> nn.Module:
-        layer, bits = self._whole, self._bits
+        layer = self._whole
         if ids is not None:
             layer = copy.copy(layer)
             for name in ("weight", "scales", "biases"):
                 if layer.get(name) is not None:
                     layer[name] = layer[name][ids]
-        if bits is None:
+        if self._bits is None:
             return layer
         weight = layer.weight
         if "scales" in layer:
-            if bits >= layer.bits:
+            if self._bits >= layer.bits:
                 raise MTPError(
-                    f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {bits}."
+                    f"draft_head_bits must be less than the {layer.bits} bits of the model's lm_head, not {self._bits}."
                 )
             how = layer.group_size, layer.bits
             weight = mx.dequantize(weight, layer.scales, layer.get("biases"), *how, mode=layer.mode)
-        return QuantizedRows(weight, bits)
+        return QuantizedRows(weight, self._bits)
 
 
 class QuantizedRows(nn.QuantizedLinear):

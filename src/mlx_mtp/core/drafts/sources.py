@@ -53,13 +53,14 @@ class PromptLookup:
     name = "copies"
 
     def __init__(self, text: Sequence[int] = (), fixed: int | None = None):
-        self.text, self.fixed = [*text], fixed
+        self.text = [*text]
+        self.fixed = fixed
         self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
         self.n_indexed = 0  # n-grams
         self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
         self.length = 0  # tokens of the match
         self.followed: int | None = None
-        self.left: int | None = None  # where the last match was wrong
+        self.lost_at: int | None = None  # the index where the last match was wrong
         self.is_lost = True  # whether to look for a match
 
     @property
@@ -67,8 +68,8 @@ class PromptLookup:
         """The index of the next token's copy, if the text ends in a match."""
         if self.is_lost:
             self.followed, self.is_lost = self._find(), False
-            if self.followed is None and self.left is not None:
-                self.followed = self._rejoin(self.left)
+            if self.followed is None and self.lost_at is not None:
+                self.followed = self._rejoin(self.lost_at)
             self.length = 0 if self.followed is None else self._match_length(self.followed)
         return self.followed
 
@@ -77,7 +78,7 @@ class PromptLookup:
             at = self.at
             if at is not None:
                 is_copy = self.text[at] == token
-                self.left = self.left if is_copy else at
+                self.lost_at = self.lost_at if is_copy else at
                 self.rates.count(self._bucket(self.length), is_copy)
                 self.followed, self.length, self.is_lost = at + 1, self.length + 1, not is_copy
             else:
@@ -117,10 +118,10 @@ class PromptLookup:
         backwards = zip(self.text[max(at - LONGEST, 0) : at][::-1], self.text[-LONGEST:][::-1])
         return next((i for i, (a, b) in enumerate(backwards) if a != b), min(at, LONGEST))
 
-    def _rejoin(self, left: int) -> int | None:
+    def _rejoin(self, lost_at: int) -> int | None:
         """The position after the first occurrence of the text's last tokens after the end of the last match."""
         last = self.text[-N_REJOIN:]
-        starts = range(left, min(left + NEAR, len(self.text) - N_REJOIN))
+        starts = range(lost_at, min(lost_at + NEAR, len(self.text) - N_REJOIN))
         return next((i + N_REJOIN for i in starts if self.text[i : i + N_REJOIN] == last), None)
 
     def _bucket(self, length: int) -> int:
@@ -130,8 +131,8 @@ class PromptLookup:
 
 def make_free_sources(options: TextOptions, text: Sequence[int]) -> dict[str, FreeSource]:
     """Make the free sources of a text whose prompt is prefilled, by name."""
-    n, made = options.copy_drafts, list[FreeSource]()
+    made = list[FreeSource]()
     if not options.keeps_state:
-        made += [] if n == "off" else [PromptLookup(text, None if n == "auto" else n)]
+        made += [] if (n := options.copy_drafts) == "off" else [PromptLookup(text, None if n == "auto" else n)]
         made += [p.draft_source() for p in options.logits_processors or () if hasattr(p, "draft_source")][:1]
     return {source.name: source for source in made}

@@ -46,8 +46,11 @@ class MTPModule(nn.Module):
 
     def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """The output of the last position alone, [B, 1, H], for a draft: those before only add keys and values to the cache."""
-        T, this, (layer,) = hidden.shape[1], current_pass(), self.layers
-        start, mask = start_of(cache), create_attention_mask(hidden, cache)
+        this = current_pass()
+        (layer,) = self.layers
+        T = hidden.shape[1]
+        start = start_of(cache)
+        mask = create_attention_mask(hidden, cache)
         # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
         starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
         x, ways, queries, keys, gates = this.call(_before_attention, self, embeddings, hidden, *starts)

@@ -19,7 +19,9 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, eps: float, n_groups: int = 1):
         super().__init__()
-        self.weight, self.eps, self.n_groups = mx.zeros(size), eps, n_groups
+        self.weight = mx.zeros(size)
+        self.eps = eps
+        self.n_groups = n_groups
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = 1.0 + self.weight.astype(mx.float32)
@@ -51,14 +53,14 @@ class Indexer(nn.Module):
         ``rope`` is that of the layer's attention, and ``offset`` the index of the first query, also [B].
         """
         T, N, size = queries.shape[2], keys.shape[2], self.block_size
-        rotated, summaries = rope(self.q_layernorm(queries), offset=offset), self._summaries(rope, keys)
-        products = rotated.astype(mx.float32) @ summaries.astype(mx.float32).swapaxes(-1, -2)  # [B, Hi, T, N / size]
-        scores = mx.maximum(products, 0).sum(axis=1)  # up to a factor
+        rotated = rope(self.q_layernorm(queries), offset=offset)
+        products = rotated.astype(mx.float32) @ self._summaries(rope, keys).astype(mx.float32).swapaxes(-1, -2)
+        scores = mx.maximum(products, 0).sum(axis=1)  # [B, T, N / size], up to a factor
         at = mx.arange(T) + mx.array(offset).reshape(-1, 1)  # the index of each query, [B or 1, T]
         n_complete = (at + 1) // size
         scores = mx.where(mx.arange(N // size) < n_complete[..., None], scores, -mx.inf)  # [B, T, N / size]
-        columns, n_others = mx.arange(N), N % size
-        chosen = mx.pad(mx.repeat(_largest(scores, self.n_blocks), size, axis=-1), [(0, 0), (0, 0), (0, n_others)])
+        columns = mx.arange(N)
+        chosen = mx.pad(mx.repeat(_largest(scores, self.n_blocks), size, axis=-1), [(0, 0), (0, 0), (0, N % size)])
         chosen = chosen | (columns >= size * n_complete[..., None])  # [B, T, N]
         return (chosen & (columns <= at[..., None]))[:, None]
 

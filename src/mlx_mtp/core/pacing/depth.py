@@ -74,7 +74,8 @@ class Rates:
 
     @property
     def estimate(self) -> list[float]:
-        estimates, expected = [], self.PRIOR
+        estimates = []
+        expected = self.PRIOR
         for n_verified, n_accepted in zip(self.n_verified, self.n_accepted):
             expected = (n_accepted + self.WEIGHT * expected) / (n_verified + self.WEIGHT)
             estimates.append(expected)
@@ -120,10 +121,11 @@ class Depth:
         times = self.times.of_size(n_sequences, n_tokens)
         n = min(self.max_draft_tokens, max((len(offer[HEAD]) for offer in offers if HEAD in offer), default=0))
         # The head's drafts of a single sequence; several may also have free drafts in the same window.
-        own = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
-        tokens, seconds = joint_tokens(own, max(n, min_draft_tokens)), [*times.estimate]
-        best, chooses_head = min_draft_tokens, min_draft_tokens == 0 and n > 0
-        if chooses_head:
+        of_window = [{HEAD: offers[0].get(HEAD, ())}] if len(offers) == 1 else offers
+        tokens = joint_tokens(of_window, max(n, min_draft_tokens))
+        seconds = [*times.estimate]
+        best = min_draft_tokens
+        if chooses_head := min_draft_tokens == 0 and n > 0:
             seconds[0] *= 1 - self.MARGIN
             best = best_length(tokens, seconds)
             self.is_probing = best == 0
@@ -150,7 +152,8 @@ class Depth:
 
         ``is_alone`` tells whether no other generation ran in between.
         """
-        self.is_alone, times = is_alone, self.times.of_size(n_sequences, n_tokens)
+        self.is_alone = is_alone
+        times = self.times.of_size(n_sequences, n_tokens)
         if is_alone:
             times.observe(plan, seconds, n_tokens)
         # A pause, such as a slow caller's, neither allows more probing nor counts as a loss of a probe.

@@ -50,7 +50,8 @@ class StepTimes:
         draft_cost: float = 0.0,
         key_seconds: Mapping[int, float] | None = None,
     ):
-        self.max_free, self.draft_cost = self.FIRST_FREE, draft_cost  # the most free drafts to try next
+        self.draft_cost = draft_cost
+        self.max_free = self.FIRST_FREE  # the most free drafts to try next
         self.key_seconds = on_lines(sorted(key_seconds.items()), N_LENGTHS - 1) if key_seconds else []
         first = seconds if seconds and {0} < seconds.keys() else TYPICAL
         self.shape = on_lines(sorted(first.items()), N_LENGTHS - 1)
@@ -67,7 +68,9 @@ class StepTimes:
         self.plain_age += plan.k > 0
         if seconds is None:
             return
-        self.n_tokens, expected, n_odd = n_tokens, self.of(plan), self.n_odd.pop(plan, 0)
+        self.n_tokens = n_tokens
+        expected = self.of(plan)
+        n_odd = self.n_odd.pop(plan, 0)
         if expected / self.BEYOND_NOISE < seconds < expected * self.BEYOND_NOISE:
             n = self.n_counted.get(plan, 0) + 1
             difference = seconds - expected
@@ -119,10 +122,10 @@ class StepTimes:
 
     def copy_from(self, times: "StepTimes") -> None:
         """Copy the times of rank 0, in place: generations keep these objects."""
-        own = {n: self.by_size.get(n, of_size) for n, of_size in times.by_size.items()}
-        for n, of_size in times.by_size.items():
-            vars(own[n]).update(vars(of_size))
-        self.by_size = own
+        by_size = {size: self.by_size.get(size, of_size) for size, of_size in times.by_size.items()}
+        for size, of_size in times.by_size.items():
+            vars(by_size[size]).update(vars(of_size))
+        self.by_size = by_size
 
     def _by_rows(self, n: int) -> dict[int, float]:
         """The times of n sequences: those of the next smaller known number, at as many rows, n (k + 1), of a pass."""

@@ -264,7 +264,9 @@ class TextSampler:
     def __init__(self, sampler: SeededSampler, start: int):
         if start < 0:
             raise MTPError(f"The position of a token must be 0 or more, not {start}.")
-        self.sampler, self.start, self.n_sampled = sampler, start, 0
+        self.sampler = sampler
+        self.start = start
+        self.n_sampled = 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Log probabilities [1, V] -> the next token, [1]."""
