@@ -79,7 +79,7 @@ class Decoder:
 
     def read(self, choice: Choice) -> Step:
         """Wait for the tokens that the target model has chosen, and let the sequences take them."""
-        sequences, made = choice.window.sequences, choice.window.drafts.made
+        sequences, made = choice.window.plan.sequences, choice.window.drafts.made
         if len(choice.window.drafts) > 0:
             mx.eval(choice.chosen, choice.accepted)
         chosen: Any = choice.chosen.tolist()

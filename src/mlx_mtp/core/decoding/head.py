@@ -19,7 +19,6 @@ from ..caches.rows import Ends, KVRows
 from ..layers.attention import append_to_cache
 from ..layers.compiled import Compiler
 from ..layers.mtp import has_head, run_head
-from ..layers.passes import in_pass, pass_of_head
 from ..models.mixin import MTPModel
 from ..sampling.acceptance import Drafted, n_leading
 from ..sampling.processors import restoring_random_state
@@ -91,39 +90,29 @@ class HeadDrafter:
 
     def catch_up(self) -> mx.array:
         """Run the head over the pending inputs -> its output for the last one of each sequence, [B, 1, H]"""
+        if self.state.is_ragged:
+            self._keep_last_input()
         state = self.state
-        hidden, tokens = state.joined_inputs()
-        if state.is_ragged:
-            before = [max(n - 1, 0) for n in state.counts]
-            with in_pass(pass_of_head(hidden.shape[1], self.model.device, self.compiler)):
-                inputs = self._inputs(hidden, tokens)
-                self._append(inputs[:, :-1])
-                self.cache.ends = state.ends.plus(before)
-                out = self.model.mtp.decode(columns_of(inputs, before), self.cache)
-        else:
-            out = self.run(hidden, tokens, state.ends)
+        out = self.run(*state.joined_inputs(), state.ends)
         self.state = HeadState(state.ends.plus(state.counts), state.firsts, (0,) * len(state.counts))
         return out
 
-    def _inputs(self, hidden: mx.array, tokens: mx.array) -> mx.array:
-        """The layer's inputs, [B, t, H]."""
-        return self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)
-
-    def _append(self, inputs: mx.array) -> None:
-        """Append the keys and values of the layer's inputs, [B, t, H], which may be none."""
+    def _append(self, hidden: mx.array, tokens: mx.array) -> None:
+        """Append the keys and values of inputs, [B, t, H] and [B, t], which may be none."""
         self.cache.ends = self.state.ends
-        if inputs.shape[1] > 0:
-            append_to_cache(self.model.mtp.layers[0], inputs, self.cache)
+        if tokens.shape[1] > 0:
+            inputs = self.model.mtp.combine(self.model.model.embed_tokens(tokens), hidden)
+            append_to_cache(self.model.head_layer, inputs, self.cache)
 
     def _keep_last_input(self) -> None:
-        """Leave at most one input pending for each sequence, in one column, for sequences to join and leave."""
+        """Leave at most one input pending for each sequence, in one column: for sequences to join and leave, or for drafts."""
         state = self.state
         if not state.pending:
             return
         hidden, tokens = state.joined_inputs()
         before = [max(n - 1, 0) for n in state.counts]
         if hidden.shape[1] > 1:
-            self._append(self._inputs(hidden, tokens)[:, :-1])
+            self._append(hidden[:, :-1], tokens[:, :-1])
             hidden, tokens = columns_of(hidden, before), columns_of(tokens, before)
         elif hidden.shape[1] == 0:
             hidden, tokens = (x[:, :1] for x in state.pending[0][:2])
@@ -175,7 +164,7 @@ class HeadDrafter:
         n_inputs = max(n - 1 - self.state.firsts[b], 0)
         if n_inputs > self.state.ends.lengths[b]:
             # The inputs stay pending: the next drafts begin with them.
-            self._append(self._inputs(*self.state.joined_inputs()))
+            self._append(*self.state.joined_inputs())
         return self.cache.extract(b, n_inputs)
 
     def propose(self, sequences: list[TextSequence], limits: list[int]) -> tuple[mx.array, list[list[Any]], list[int]]:

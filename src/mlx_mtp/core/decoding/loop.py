@@ -28,7 +28,7 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None]) -> list[S
     if window is not None:
         choice = choose(window)
         # The host waits for the choice if it decides on drafts. Otherwise the device runs the next pass first.
-        if len(window.drafts) > 0 or any(s.task.needs_tokens for s in window.sequences):
+        if len(window.drafts) > 0 or any(s.task.needs_tokens for s in window.plan.sequences):
             done = decoder.read(choice)
             planner.record(done)
         decoder.accept(choice, done)

@@ -91,14 +91,13 @@ class Planner:
 
     def record(self, step: Step) -> None:
         """Call when the host knows the tokens of a step: those of a plain one while the device runs the next step."""
-        window = step.choice.window
-        plan = window.plan
-        n = len(window.sequences)
+        plan = step.choice.window.plan
+        n = len(plan.sequences)
         before = self.last_end
-        self.last_end = End(window.sequences, perf_counter(), n_traces())
+        self.last_end = End(plan.sequences, perf_counter(), n_traces())
         seconds = self.last_end.time - before.time
         has_trace = self.last_end.n_traces > before.n_traces  # A new shape was traced, and its kernels were compiled.
-        for s, each, n_accepted, count in zip(window.sequences, plan.of_each, step.n_accepted, step.counts):
+        for s, each, n_accepted, count in zip(plan.sequences, plan.of_each, step.n_accepted, step.counts):
             if s in before.sequences and not has_trace:
                 s.drafting.counts.n_timed += count
                 s.drafting.counts.seconds += seconds
@@ -110,7 +109,9 @@ class Planner:
             return
         self._take_turn()
         is_clear = (
-            not self.is_interrupted and not has_trace and _is_clear(self.latest, is_plain=len(window.drafts) == 0)
+            not self.is_interrupted
+            and not has_trace
+            and _is_clear(self.latest, is_plain=len(step.choice.window.drafts) == 0)
         )
         if not self.is_interrupted or n > 1 or len(self.latest) > 2:  # the first step of a text alone also prefills
             observation = Observation(plan.whole, sum(step.n_accepted) / n, is_clear, self.is_alone, n, plan.n_tokens)

@@ -46,10 +46,6 @@ class Window:
     logits: mx.array  # [B, T, V]
     hidden: mx.array  # [B, T, H]
 
-    @property
-    def sequences(self) -> list[TextSequence]:
-        return self.plan.sequences
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -82,14 +78,14 @@ class Step:
         """The tokens of each sequence that had not ended before; none of one that has failed."""
         return [
             (s, [(token, self.choice.logprobs_of(b, t), t < self.n_accepted[b]) for t, token in enumerate(tokens)])
-            for b, (s, tokens) in enumerate(zip(self.choice.window.sequences, self.tokens))
+            for b, (s, tokens) in enumerate(zip(self.choice.window.plan.sequences, self.tokens))
             if self.choice.is_running[b]
         ]
 
 
 def choose(window: Window) -> Choice:
     """Choose a token at every position of every sequence, in one call for all positions of sequences with equal samplers."""
-    sequences, made = window.sequences, window.drafts.made
+    sequences, made = window.plan.sequences, window.drafts.made
     B, T, V = window.logits.shape
     is_running = [s.end is None for s in sequences]
     tokens, accepted = mx.zeros((B, T), mx.uint32), mx.zeros((B, T - 1), mx.bool_)
@@ -128,7 +124,7 @@ def choose(window: Window) -> Choice:
 
 def _processed(window: Window, b: int) -> tuple[mx.array, mx.array]:
     """As ``normalized`` of a sequence with logits processors, [1, n, V] and [1, n]: up to a position where one raises."""
-    s, drafts = window.sequences[b], window.drafts.tokens
+    s, drafts = window.plan.sequences[b], window.drafts.tokens
 
     def process(t: int) -> mx.array:
         # The logits are [1, V], as mlx-lm hands them to processors, and an array of their own: penalties write into it.

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -147,12 +148,12 @@ class StepTimes:
         return times
 
 
+@dataclass
 class Pace:
     """What all generations of a model share, ``model.pace``: ``Planner`` reads and changes it."""
 
-    def __init__(self, times: StepTimes | None = None):
-        self.times = StepTimes() if times is None else times
-        self.turn = object()  # of the generation that last submitted work to the device
+    times: StepTimes = field(default_factory=StepTimes)
+    turn: object = None  # of the generation that last submitted work to the device
 
 
 def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:
