@@ -88,7 +88,7 @@ def uninterrupted(n, *family):
     """What follows in a cache of the text's first n tokens, and the head's rows in it."""
     (model, truth), prompt_cache = model_and_truth(*family), make_prompt_cache(model_and_truth(*family)[0])
     if n > 0:
-        generate_step.prefill(mx.array(truth[:n]), model, prompt_cache=prompt_cache)
+        mtp(truth[:n], model, max_tokens=0, prompt_cache=prompt_cache)
     return plain([*truth[:n], 7, 2], model, max_tokens=4), head_rows(prompt_cache)
 
 
