@@ -73,7 +73,7 @@ def test_turns_share_a_cache_until_it_is_reset(capsys, trained, tmp_path):
         first, second, after_reset = [match[1] for match in found if match]
         assert [first, second] == answers
         assert after_reset != second
-        drafts = r", \d+ of \d+ drafts accepted, [\d.]+ tokens-per-step" if "--no-mtp" not in flags else ""
+        drafts = r", \d+ of \d+ drafted tokens accepted, [\d.]+ tokens-per-step" if "--no-mtp" not in flags else ""
         assert all(re.fullmatch(drafts, match[2]) for match in found if match)
         assert out.count("/help ") == 2
         assert "not reached" not in out

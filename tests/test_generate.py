@@ -13,8 +13,10 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetoke
 from PIL import Image
 
 import mlx_mtp
+from mlx_mtp.chat import figures
 from mlx_mtp.cli.arguments import check_generation_flags, sampler_of
 from mlx_mtp.cli.parsers import generate_parser
+from mlx_mtp.core.drafts.sources import PromptLookup
 from mlx_mtp.core.sampling.acceptance import Coupled, RejectionSampling, TokenMatch, make_acceptance
 from mlx_mtp.errors import FAILED_PASS
 from mlx_mtp.generate import __main__ as command
@@ -101,6 +103,18 @@ def test_drafts_are_coloured_in_a_terminal(trained, monkeypatch, capsys, prompt,
         assert want in re.sub(r"\033\[\d+m", "", shown)
 
 
+def test_a_source_that_no_table_has_is_shown_by_its_name(trained, monkeypatch, capsys):
+    monkeypatch.setattr(PromptLookup, "name", "echo")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    options = {"max_tokens": 16, "mtp": False, "copy_drafts": 4}
+    mlx_mtp.generate(*trained, COPIED, verbose=True, show_drafts=True, **options)
+    shown = capsys.readouterr().out
+    assert "\033[36m" in shown
+    (told,) = re.findall(r"Drafts: (\d+ of \d+ echo tokens accepted), ", shown)
+    *_, last = mlx_mtp.stream_generate(*trained, COPIED, **options)
+    assert (list(last.counts), last.copied, told in figures(last)) == (["echo"], (), True)
+
+
 def test_a_stop_token_in_the_middle_of_a_window(trained):
     """The token that stops is one that the head drafted."""
     model, tokenizer = trained
@@ -131,7 +145,7 @@ def test_refuses_arguments_that_do_not_go_together(trained):
 def test_the_summary(capsys):
     args = ("--prompt", REPEATS, "-m", 16, "--ignore-chat-template")
     rate, texts, drafts = r"[\d.]+ tokens-per-sec", {}, r"[\d.]+, [\d.]+, [\d.]+ accepted by position"
-    copies, per_step = r"\d+ of \d+ copies accepted", r"[\d.]+ tokens-per-step"
+    copies, per_step = r"\d+ of \d+ copied tokens accepted", r"[\d.]+ tokens-per-step"
     for flags, told in (
         ("--mtp --num-draft-tokens 3", f"\nDrafts: {drafts}, {per_step}"),
         ("--mtp --num-draft-tokens 0", "\nDrafts: none, 1.000 tokens-per-step"),

@@ -22,7 +22,7 @@ from .core.distributed import Ranks
 from .core.models.mixin import MTPModel
 from .errors import MTPError, advice, as_mtp_error, is_mendable, require
 from .files import make_folder
-from .generate.stream import GenerationResponse, stream_generate
+from .generate.stream import GenerationResponse, accepted_of, stream_generate
 from .images.open import open_image
 from .images.prompt import PLACEHOLDER, vision_of
 from .prompt_store import PromptStore
@@ -267,9 +267,8 @@ def figures(response: GenerationResponse) -> str:
     n = f"{response.generation_tokens} tokens"
     parts = [f"stopped at {n} (--max-tokens)" if response.finish_reason == "length" else n]
     parts.append(f"{response.generation_tps:.1f} tokens-per-sec")
-    drafts = {"drafts": (response.drafted, response.accepted), "copies": (response.copied, response.copies_accepted)}
-    parts += [f"{sum(accepted)} of {sum(made)} {name} accepted" for name, (made, accepted) in drafts.items() if made]
-    if response.drafted or response.copied:
+    parts += accepted_of(response.counts)
+    if response.counts:
         parts.append(f"{response.tokens_per_step:.2f} tokens-per-step")
     return ", ".join(parts)
 

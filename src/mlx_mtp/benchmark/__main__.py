@@ -21,6 +21,7 @@ from ..cli.display import one_line_errors, table
 from ..cli.parser import check_limits, flag_of, parse
 from ..cli.parsers import benchmark_parser
 from ..core.pacing import MAX_DRAFT_TOKENS
+from ..core.pacing.step_times import HEAD
 from ..errors import MTPError, require
 from ..files import check_target, write_atomic
 from . import tune
@@ -37,15 +38,12 @@ COLUMNS: list[tuple[str, Callable[[Result], str]]] = [
     ("ratio", lambda r: f"{r.ratio:.2f}"),
     ("lowest", lambda r: f"{r.ratio_low:.2f}"),
     ("highest", lambda r: f"{r.ratio_high:.2f}"),
-    ("head", lambda r: f"{r.percent[0]}%"),
-    ("copies", lambda r: f"{r.percent[1]}%"),
-    ("target", lambda r: f"{r.percent[2]}%"),
     ("tokens/step", lambda r: f"{r.tokens_per_step:.2f}"),
 ]
 DETAILS: list[tuple[str, Callable[[Result], str]]] = [
     ("first token, s", lambda r: f"{r.plain_first_token:.3f} {r.mtp_first_token:.3f}"),
     ("peak GB", lambda r: f"{r.plain_peak_memory:.2f} {r.mtp_peak_memory:.2f}"),
-    ("copies accepted", lambda r: f"{sum(r.copies_accepted)}/{sum(r.copied)}"),
+    ("copies accepted", lambda r: "/".join(str(sum(n)) for n in reversed(r.counts.get("copies", ([], []))))),
     ("step/plain", lambda r: f"{r.tokens_per_step / r.ratio:.2f}"),  # which does not depend on the acceptance rate
 ]
 PREFILL = (2048, 8192)  # tokens
@@ -152,10 +150,14 @@ def show(report: Report) -> str:
     overall, names = report.of(OVERALL), list(dict.fromkeys(r.prompt for r in report.results))
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     used = max(r.mtp_peak_memory for r in report.results)
-    rows = [["", *(title for title, _ in COLUMNS)]]
+    sources = dict.fromkeys(source for r in report.results for source in r.origins)
+    rows = [["", *(title for title, _ in COLUMNS), *sources]]
     for name in names:
         rows.append([f"{name}: plain", f"{report.of(name)[0].plain_tps:.1f}"])
-        rows += [[f"  {r.run}", *(column(r) for _, column in COLUMNS)] for r in report.of(name)]
+        rows += [
+            [f"  {r.run}", *(column(r) for _, column in COLUMNS), *(f"{r.percent(source)}%" for source in sources)]
+            for r in report.of(name)
+        ]
     details = [[OVERALL, *(title for title, _ in DETAILS)]]
     details += [[f"  {r.run}", *(column(r) for _, column in DETAILS)] for r in overall]
     lines = [
@@ -165,7 +167,7 @@ def show(report: Report) -> str:
         "mlx-lm's",
         *("", *table(rows), "", *table(details), ""),
     ]
-    rates = [[f"  {r.run}", *(f"{a / d:.2f}" for a, d in zip(r.accepted, r.drafted))] for r in overall if r.drafted]
+    rates = [[f"  {r.run}", *(f"{a / d:.2f}" for d, a in zip(*r.counts[HEAD]))] for r in overall if HEAD in r.counts]
     if rates:
         lines += ["Acceptance rate of the head's drafts, by position", *table(rates), ""]
     if report.prefill:

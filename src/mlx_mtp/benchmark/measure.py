@@ -30,7 +30,7 @@ from .._version import __version__
 from ..cli.display import alternate
 from ..core.batch.generate_step import mtp_generate_step
 from ..core.batch.ids import token_ids
-from ..core.decoding.counts import DraftCounts
+from ..core.decoding.counts import DraftCounts, OfSource
 from ..core.drafts.sources import N_GRAM
 from ..core.pacing import MAX_DRAFT_TOKENS
 from ..core.pacing.depth import Depth
@@ -39,9 +39,9 @@ from ..memory import GB, needs_of
 
 PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
 Run = int | str  # a fixed draft length, or one of these
-# The source of a token: an accepted draft of the head, an accepted copy, or the target's own choice. Each pass has one choice
+# The source of a token is that of the accepted draft, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
-HEAD, COPIED, TARGET = "head", "copies", "target"
+TARGET = "target"
 OVERALL = "overall"
 LOOPS = 1 / 3  # a larger share of repeated tokens is reported
 
@@ -83,19 +83,16 @@ class Result:
     mtp_first_token: float
     plain_peak_memory: float  # GB
     mtp_peak_memory: float
-    origins: dict[str, int]  # the tokens of all rounds by source: the head, copies, and the target itself
-    drafted: list[int]  # by position
-    accepted: list[int]
-    copied: list[int]
-    copies_accepted: list[int]
+    origins: dict[str, int]  # the tokens of all rounds by source, the target among them
+    counts: dict[str, OfSource]  # the drafts by source and position
     tokens_per_step: float
     identical: bool
 
-    @property
-    def percent(self) -> tuple[int, int, int]:
-        """The percentages of tokens from the head, from copies and from the target itself; they sum to 100."""
-        head, copies = (round(100 * self.origins[o] / sum(self.origins.values())) for o in (HEAD, COPIED))
-        return head, copies, 100 - head - copies
+    def percent(self, source: str) -> int:
+        """The percentage of tokens from a source; those of all sum to 100."""
+        if source == TARGET:
+            return 100 - sum(self.percent(name) for name in self.origins if name != TARGET)
+        return round(100 * self.origins.get(source, 0) / sum(self.origins.values()))
 
 
 @dataclass
@@ -205,7 +202,7 @@ def generate(
         if not tokens:
             first = time.perf_counter()
         tokens.append(token)
-        origins.append(TARGET if drafted != [True] else COPIED if counts.source == "copies" else HEAD)
+        origins.append(counts.source if drafted == [True] else TARGET)
         if token in stop:
             break
     end = time.perf_counter()
@@ -236,11 +233,8 @@ def summarize(name: str, run: Run, sizes: Mapping[str, int], rounds: Sequence[Ro
         mtp_first_token=statistics.median(g.first_token for g in every),
         plain_peak_memory=max(g.peak_memory for one in plain for g in one),
         mtp_peak_memory=max(g.peak_memory for g in every),
-        origins={o: sum(g.origins[1:].count(o) for g in every) for o in (HEAD, COPIED, TARGET)},
-        drafted=total.drafted,
-        accepted=total.accepted,
-        copied=total.of("copies").drafted,
-        copies_accepted=total.of("copies").accepted,
+        origins=dict(Counter(source for g in every for source in g.origins[1:])),
+        counts={source: own for source, own in total.by_source.items() if any(own)},
         tokens_per_step=sum(g.n_timed for g in every) / sum(g.n_steps for g in every),
         identical=all(a.tokens == b.tokens for one, other in zip(plain, mtp) for a, b in zip(one, other)),
     )

@@ -14,14 +14,14 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..core.distributed import LOST, Ranks, is_loss
+from ..core.drafts.sources import source_of
 from ..core.traces import n_traces
 from ..errors import MTPError, advice, as_mtp_error, is_mendable
 
 P = TypeVar("P")
 R = TypeVar("R")
 T = TypeVar("T")
-# By source: green, yellow and blue. The model's own tokens have the terminal's color, and a prompt is dim.
-COLORS = {"head": 32, "copies": 33, "grammar": 34, "prompt": 2}
+COLORS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
 DELAY = 1.0  # seconds that a prompt takes without a bar
 MAX_REPEATS = 6  # of a run that is not timed
 INTERRUPTED = 130  # exit status after Ctrl-C
@@ -46,10 +46,10 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def paint(text: str, source: str) -> str:
-    """A text in its source's color. Without color if stdout is not a terminal."""
-    if source not in COLORS or not text or not sys.stdout.isatty():
+    """A text in its source's color. The model's own has the terminal's, a prompt is dim, and stdout may be no terminal."""
+    if source == "model" or not text or not sys.stdout.isatty():
         return text
-    return f"\033[{COLORS[source]}m{text}\033[0m"
+    return f"\033[{2 if source == 'prompt' else COLORS[source_of(source)[1]]}m{text}\033[0m"
 
 
 def say(text: str, file: TextIO | None = None) -> None:

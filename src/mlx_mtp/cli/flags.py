@@ -115,8 +115,7 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--show-drafts",
         action="store_true",
-        help="Color tokens by their source, in a terminal: the head's drafts green, copies yellow, tokens forced by a "
-        "grammar blue.",
+        help="Color tokens by the source of their drafts, in a terminal.",
     )
     for name, more in (
         ("--acceptance", " Without a head, defaults to match."),

@@ -7,6 +7,7 @@ from ..checkpoint.load import load
 from ..cli.display import alternate, one_line_errors, paint, table
 from ..cli.parser import parse
 from ..cli.parsers import REQUEST, demo_parser
+from ..core.drafts.sources import source_of
 from ..errors import MTPError
 from ..prompts import encode
 from .stream import GenerationResponse, stream_generate
@@ -23,7 +24,6 @@ class Stack:
     """A stack of items."""
 
     def __init__('''
-SOURCES = {"model": "the model's own", "head": "drafted by the MTP head", "copies": "copied from the text"}
 PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
 ROUNDS = 3  # the runs of the median speeds are shown
 Run = list[GenerationResponse]
@@ -51,9 +51,9 @@ def main() -> None:
     print("".join(paint(r.text, r.source) for r in drafted) + "\n")
     ratio = speed(drafted) / speed(plain)
     last, counts = drafted[-1], Counter(r.source for r in drafted)
-    drafts = {"head": (last.drafted, last.accepted), "copies": (last.copied, last.copies_accepted)}
-    for source, name in SOURCES.items():
-        made, accepted = map(sum, drafts.get(source, ((), ())))
+    for source in ("model", *last.counts):
+        name = "the model's own" if source == "model" else source_of(source)[0]
+        made, accepted = map(sum, last.counts.get(source, ((), ())))
         share = f", {accepted / made:.0%} of {made} drafts accepted" if made else ""
         print(f"{paint(name, source)}: {counts[source]} tokens{share}")
     print(f"\n{figures(plain, drafted, ratio)}\n\n{next_step(args.model, is_demo, ratio)}")

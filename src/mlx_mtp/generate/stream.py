@@ -1,9 +1,9 @@
 """``generate`` and ``stream_generate``: mlx-lm's text generation, with the MTP head."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,11 @@ from ..core.batch.generate_step import mtp_generate_step
 from ..core.batch.ids import TokenIds, token_ids
 from ..core.caches.prompt_cache import PromptCache, n_tokens
 from ..core.caches.rows import KVOptions
-from ..core.decoding.counts import DraftCounts
+from ..core.decoding.counts import DraftCounts, OfSource
 from ..core.decoding.window import Token
 from ..core.distributed import synchronize
 from ..core.drafts.options import TextOptions, asks_for_copies
+from ..core.drafts.sources import source_of
 from ..core.layers.mtp import has_head
 from ..core.sampling.sampler import for_one_text, thread_seed
 from ..errors import MTPError, NotANumberError
@@ -31,14 +32,13 @@ from ..prompt_store import PromptStore
 from ..prompt_store.store import cuts_of
 from ..text.detokenizer import make_detokenizer, next_text
 
-# The fields of a response with the drafts and the accepted drafts of each source.
-COUNTED = {
-    "head": ("drafted", "accepted"),
-    "copies": ("copied", "copies_accepted"),
-    "grammar": ("forced", "forced_accepted"),
-}
 KV_NAMES = [field.name for field in fields(KVOptions)]
 OPTIONS = [field.name for field in fields(TextOptions)]
+
+
+def _counted(source: str, i: int) -> Any:
+    """A property of responses: the drafts of a source (i = 0) or the accepted ones (1), by position in the window."""
+    return property(lambda response: tuple(response.counts[source][i]) if source in response.counts else ())
 
 
 @dataclass
@@ -48,25 +48,26 @@ class GenerationResponse(StockResponse):
     ``generation_tps`` is without the first step and steps that made a trace: a new shape is traced once in a process, and its
     kernels are compiled once on a machine. If there is no other step, all tokens and all of the time count, as in mlx-lm.
 
+    ``drafted`` and ``accepted`` are the counts of the head's drafts, ``copied`` and ``copies_accepted`` those of copies,
+    ``forced`` and ``forced_accepted`` those of tokens that a grammar forces: a tuple each.
+
     Args:
-        drafted (Tuple[int, ...]): The number of drafts that the head made, by position in the window.
-        accepted (Tuple[int, ...]): The number of these accepted.
-        copied (Tuple[int, ...]): The number of drafts copied from the text, by position in the window.
-        copies_accepted (Tuple[int, ...]): The number of these accepted.
-        forced (Tuple[int, ...]): The number of drafts that a grammar forces, by position in the window.
-        forced_accepted (Tuple[int, ...]): The number of these accepted.
+        counts (Dict[str, OfSource]): By source, the number of drafts (``drafted``) and of these accepted (``accepted``), each a
+          list by position in the window. The sources are ``"head"``, ``"copies"`` and ``"grammar"``.
         tokens_per_step (float): The mean number of tokens that a verify pass with drafts has yielded.
-        source (str): ``"model"``, or the source of the accepted draft: ``"head"``, ``"copies"`` or ``"grammar"``.
+        source (str): ``"model"``, or the source of the accepted draft.
     """
 
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-    copied: tuple[int, ...] = ()
-    copies_accepted: tuple[int, ...] = ()
-    forced: tuple[int, ...] = ()
-    forced_accepted: tuple[int, ...] = ()
+    counts: Mapping[str, OfSource] = field(default_factory=dict)
     tokens_per_step: float = 1.0
     source: str = "model"
+
+    drafted = _counted("head", 0)
+    accepted = _counted("head", 1)
+    copied = _counted("copies", 0)
+    copies_accepted = _counted("copies", 1)
+    forced = _counted("grammar", 0)
+    forced_accepted = _counted("grammar", 1)
 
 
 def stream_generate(
@@ -180,9 +181,9 @@ def _stream_mtp(
             generation_tps=counts.tokens_per_second or n / (time.perf_counter() - tic),
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=finish_reason,
+            counts={name: OfSource(*map(list, numbers)) for name, numbers in counts.by_source.items() if any(numbers)},
             tokens_per_step=counts.tokens_per_step,
             source=counts.source if from_draft else "model",
-            **{name: tuple(n) for source, names in COUNTED.items() for name, n in zip(names, counts.of(source))},
         )
 
     with wired_limit(model, [stream]):
@@ -243,14 +244,19 @@ def print_text(
     print(f"Peak memory: {response.peak_memory:.3f} GB")
     rates = [f"{a / d:.3f}" for a, d in zip(response.accepted, response.drafted)]
     drafts = [f"{', '.join(rates)} accepted by position"] if rates else []
-    if response.copied:
-        drafts.append(f"{sum(response.copies_accepted)} of {sum(response.copied)} copies accepted")
-    if response.forced:
-        drafts.append(f"{sum(response.forced_accepted)} of {sum(response.forced)} forced tokens accepted")
+    drafts += accepted_of({name: numbers for name, numbers in response.counts.items() if name != "head"})
     mtp = kwargs.get("mtp")
     if drafts or (has_head(model) if mtp is None else mtp):
         print(f"Drafts: {', '.join(drafts) or 'none'}, {response.tokens_per_step:.3f} tokens-per-step")
     return text, response
+
+
+def accepted_of(counts: Mapping[str, OfSource]) -> list[str]:
+    """How many drafts of each source are accepted, in words."""
+    return [
+        f"{sum(n.accepted)} of {sum(n.drafted)} {source_of(name)[0].split()[0]} tokens accepted"
+        for name, n in counts.items()
+    ]
 
 
 def stored_steps(

@@ -111,7 +111,7 @@ class Delta:
     token: int
     finish_reason: str | None  # None unless the answer ends here
     stop_word: str | None = None  # the stop word that ended the text
-    source: str | None = None  # "model", or the source of the accepted draft: "head", "copies" or "grammar"
+    source: str | None = None  # "model", or the source of the accepted draft
     # If requested, of the token, and then of the likeliest tokens in order: its text, which may end within a character, and its
     # log probability before the temperature and the sampler's filters.
     logprobs: list[tuple[bytes, float]] = field(default_factory=list)

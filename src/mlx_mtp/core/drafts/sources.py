@@ -1,7 +1,7 @@
 """Free sources of drafts, which need no pass of a model, as the head does: the text's own repetitions, and a grammar.
 
-To add one, write a class like ``FreeSource``, and make it for a text in ``make_free_sources``. A logits processor may also have
-one (``draft_source``), such as the tokens that a grammar forces.
+To add one, write a class like ``FreeSource``, make it for a text in ``make_free_sources``, and name it in ``SOURCES``. A logits
+processor may also have one (``draft_source``), such as the tokens that a grammar forces.
 
 Copy drafts are prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; Yang et al. 2023,
 arXiv:2304.04487): if the text's last ``N_GRAM`` tokens occurred before, the tokens that followed them are drafted. A match
@@ -17,11 +17,25 @@ import mlx.core as mx
 
 from ..pacing import MAX_COPY_TOKENS
 from ..pacing.depth import Rates
+from ..pacing.step_times import HEAD
 from .options import TextOptions
 
 N_GRAM = 5  # the length of a new match; shorter matches are often chance, and replace better drafts of the head
 N_REJOIN, NEAR = 2, 32  # the length of a match that rejoins a passage, and the number of tokens to search for it
 LONGEST = 64  # longer matches count as this length, since they are not better
+
+
+# The sources by name: how their tokens are called, of which the first word is short, and their color, of a terminal's.
+SOURCES = {
+    HEAD: ("drafted by the MTP head", "green"),
+    "copies": ("copied from the text", "yellow"),
+    "grammar": ("forced by a grammar", "magenta"),
+}
+
+
+def source_of(name: str) -> tuple[str, str]:
+    """How a source is shown, as in ``SOURCES``; one that is not there, by its name."""
+    return SOURCES.get(name, (name, "cyan"))
 
 
 class FreeSource(Protocol):

@@ -12,6 +12,7 @@ from annotated_types import Ge, Le
 from mlx_lm.server import get_system_fingerprint
 from pydantic import Field
 
+from ...core.drafts.sources import SOURCES, source_of
 from ...text.answer import Reasoning
 from ...text.schema import Json
 from ...text.tool_calls import CallArguments, CallBegins, Text
@@ -202,7 +203,8 @@ def _usage(usage: Usage) -> Json:
     if (drafts := usage.drafts) is not None:
         details["accepted_prediction_tokens"] = usage.n_accepted
         details["rejected_prediction_tokens"] = sum(d.n_drafted for d in drafts) - usage.n_accepted
-        for source, name in (("copies", "copied_tokens"), ("grammar", "forced_tokens")):
+        for source in dict.fromkeys([*SOURCES, *(source for d in drafts for source in d.by_source)]):
+            name = f"{source_of(source)[0].split()[0]}_tokens"
             details[name] = sum(sum(d.of(source).drafted) for d in drafts)
             details[f"accepted_{name}"] = sum(sum(d.of(source).accepted) for d in drafts)
     return content
