@@ -143,7 +143,7 @@ def answer_of_the_demo(page: Page, shot: Shot) -> None:
     figures = page.locator("footer")
     for words in ("30 tokens", "tokens/s", "acceptance", "drafted", "copied", "prompt"):
         expect(figures).to_contain_text(words)
-    for source in ("model", "head", "copies"):
+    for source in ("model", "green", "yellow"):
         expect(page.locator(f".answer .text .{source}").first).to_be_visible()
     expect(page.locator(".answer .buttons")).to_contain_text("Stopped at the limit of 30 tokens:Continue")
     shot("demo")
@@ -172,7 +172,7 @@ def rendered_text(page: Page, shot: Shot) -> None:
     assert page.evaluate("navigator.clipboard.readText()").startswith("def read(path")
     shot("text")
     show_as(page, "Tokens")
-    expect(page.locator(".answer .text .grammar").first).to_be_visible()
+    expect(page.locator(".answer .text .magenta").first).to_be_visible()
 
 
 def hostile_answer(page: Page, shot: Shot) -> None:

@@ -6,6 +6,8 @@ from hashlib import sha256
 
 import pytest
 
+from mlx_mtp.cli.display import COLORS
+from mlx_mtp.core.drafts.sources import SOURCES, PromptLookup, source_of
 from mlx_mtp.generate.demo import CODE
 from mlx_mtp.server.app import FOLDER
 from tests.support.engine import Engine
@@ -97,3 +99,15 @@ def test_each_token_has_a_source_where_it_is_asked_for(client):
         if copies == "off":  # a step with a draft has a token of the model
             assert details["rejected_prediction_tokens"] <= told.count("model") - told.count("head")
         assert details["accepted_copied_tokens"] == told.count("copies")
+
+
+def test_the_page_is_told_the_sources_and_others_are_counted_by_name(client, monkeypatch):
+    assert client_of(None, "--api-key", "k").get("/page/sources.json").json() == {k: [*v] for k, v in SOURCES.items()}
+    for _, color in (*SOURCES.values(), source_of("echo")):
+        assert f".{color} {{" in (FOLDER / "style.css").read_text()
+        assert color in COLORS
+    monkeypatch.setattr(PromptLookup, "name", "echo")
+    body = {"prompt": "import os\nimport sys\n" * 3, "max_tokens": 16, "copy_drafts": 4}
+    details = client.post("/v1/completions", json=body).json()["usage"]["completion_tokens_details"]
+    assert 0 < details["accepted_echo_tokens"] <= details["echo_tokens"]
+    assert details["copied_tokens"] == 0

@@ -36,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._version import __version__
 from ..checkpoint import DEMO, DEMO_NOTE
+from ..core.drafts.sources import SOURCES
 from ..errors import MTPError
 from ..text.schema import Json
 from . import DEFAULT
@@ -81,7 +82,7 @@ PAGE_HEADERS = {
 }
 # The host of a request: an address in brackets, or a name, and the port
 HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^][\s:/?#@\\]+))(?::[0-9]{0,5})?")
-OPEN = "/", "/health"  # paths that need no API key
+OPEN = "/", "/health", "/page/sources.json"  # paths that need no API key
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 APIS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
@@ -123,6 +124,7 @@ def make_app(frontend: Frontend) -> FastAPI:
         app.add_api_route(path, get, methods=["GET"], operation_id=get.__name__)
         app.add_api_route(path, get, methods=["HEAD"], include_in_schema=False)
     if not options.no_ui:
+        app.add_api_route("/page/sources.json", lambda: SOURCES, include_in_schema=False)
         app.mount("/page", StaticFiles(directory=FOLDER))
     # Within the next two: the framework's own layer for errors that nobody expects is around all others.
     app.add_middleware(ExceptionMiddleware, handlers={Exception: error_response})

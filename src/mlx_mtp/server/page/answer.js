@@ -1,14 +1,19 @@
 // An answer as the page keeps it, its figures, and the messages of a request.
 
-const NAMES = { model: "model", head: "drafted", copies: "copied", grammar: "forced" };
+// The sources of drafts by name, as the server tells them: [how their tokens are called, color]. The first word is short.
+export const sources = {};
 
-export const SOURCES = Object.keys(NAMES);
+const wordOf = (source) => sources[source]?.[0].split(" ")[0] ?? source;
+export const classOf = (source) => (source === "model" ? source : `source ${sources[source]?.[1] ?? "cyan"}`);
+
+// The sources that an answer has tokens of.
+export const sourcesOf = (counts) => Object.keys({ model: 0, ...sources, ...counts }).filter((source) => counts[source]);
 
 // The pieces of its text and of its thoughts are [source, text].
 export function newAnswer(model) {
   return {
     model, text: [], thoughts: [], finish: null, error: null, read: null,
-    counts: Object.fromEntries(SOURCES.map((source) => [source, 0])),
+    counts: {},  // tokens by source
     nLast: 0,  // tokens of the last request; an answer that was continued has several
     seconds: 0, nTimed: 0,  // without the first event of each request: it took the prompt's time
     usage: { prompt: 0, cached: 0, accepted: 0, rejected: 0 },
@@ -30,7 +35,7 @@ export function takeEvent(answer, event, now, before) {
   }
   const { delta = {}, text = delta.content, sources = [], finish_reason: finish } = event.choice;
   answer.read = null;
-  for (const source of sources) answer.counts[source] += 1;
+  for (const source of sources) answer.counts[source] = (answer.counts[source] ?? 0) + 1;
   answer.nLast += sources.length;
   if (before !== null) {
     answer.seconds += now - before;
@@ -63,8 +68,7 @@ export function figuresOf(answer) {
   if (nTimed > 0 && seconds > 0) figures.push(`${(nTimed / seconds).toFixed(1)} tokens/s`);
   if (drafted) figures.push(`acceptance ${percent(usage.accepted, drafted)} of ${drafted} drafts`);
   if (n) {
-    const shares = SOURCES.filter((source) => counts[source]);
-    figures.push(shares.map((source) => `${NAMES[source]} ${percent(counts[source], n)}`).join(", "));
+    figures.push(sourcesOf(counts).map((source) => `${wordOf(source)} ${percent(counts[source], n)}`).join(", "));
   }
   if (usage.prompt) figures.push(`prompt ${usage.prompt} tokens (${usage.cached} cached)`);
   return figures.join(" · ");

@@ -14,6 +14,11 @@ export async function listModels(key) {
   return (await (await ask("v1/models", key)).json()).data;
 }
 
+// The sources of drafts by name: [how their tokens are called, color].
+export async function listSources() {
+  return (await ask("page/sources.json")).json();
+}
+
 // The prompts that the server processes, of all clients: {processed, total} tokens each.
 export async function listPrompts() {
   return (await (await ask("health")).json()).prompts ?? [];

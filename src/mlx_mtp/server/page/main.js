@@ -1,7 +1,7 @@
 // The page: its chats, the running answer, and what its buttons do.
 
-import { complete, listModels, listPrompts } from "./api.js";
-import { countOf, messagesFor, newAnswer, promptFor, takeEvent } from "./answer.js";
+import { complete, listModels, listPrompts, listSources } from "./api.js";
+import { classOf, countOf, messagesFor, newAnswer, promptFor, sources, takeEvent } from "./answer.js";
 import { deleteChat, loadChats, newChat, saveChat, showChats } from "./chats.js";
 import { fill, readQuestion, setRunning, setUpComposer } from "./composer.js";
 import { $, add, addProgress, announce, notify } from "./dom.js";
@@ -177,6 +177,14 @@ function showDescription() {
   document.body.classList.toggle("continues", !canChat());
 }
 
+async function showSources() {
+  Object.assign(sources, await listSources().catch((error) => notify(error.message)));
+  for (const [name, [label, color]] of Object.entries(sources)) {
+    $("key").append(", ");
+    add($("key"), "span", classOf(name), `${color}: ${label}`);
+  }
+}
+
 // A coding agent's first prompt takes minutes.
 async function showPrompts() {
   const prompts = document.hidden || running ? [] : await listPrompts().catch(() => []);
@@ -238,6 +246,7 @@ function closeHistory() {
 async function start() {
   loadSettings();
   setUp();
+  await showSources();
   await showModels();
   chats = (await report(loadChats())) ?? [];
   showChats(chats, chat, chatActions);

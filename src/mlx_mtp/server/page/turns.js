@@ -1,7 +1,7 @@
 // Questions and their answers.
 
 import { $, add, addButton, addProgress, copy } from "./dom.js";
-import { SOURCES, figuresOf, isUsable, textOf } from "./answer.js";
+import { classOf, figuresOf, isUsable, sourcesOf, textOf } from "./answer.js";
 import { render } from "./markdown.js";
 import { viewOf } from "./settings.js";
 
@@ -76,7 +76,7 @@ export class TurnView {
 
   showShares(counts) {
     this.shares.replaceChildren();
-    for (const source of SOURCES) add(this.shares, "span", source).style.flexGrow = counts[source];
+    for (const source of sourcesOf(counts)) add(this.shares, "span", classOf(source)).style.flexGrow = counts[source];
   }
 
   showButtons(answer) {
@@ -101,5 +101,5 @@ function fillText(parent, pieces) {
   parent.classList.toggle("tokens", !isText);
   parent.replaceChildren();
   if (isText) parent.append(render(textOf(pieces)));
-  else for (const [source, text] of pieces) add(parent, "span", source, text);
+  else for (const [source, text] of pieces) add(parent, "span", classOf(source), text);
 }
