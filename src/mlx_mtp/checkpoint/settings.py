@@ -148,8 +148,6 @@ def first_ids(size: int, vocab_size: int, tokenizer: TokenizerWrapper) -> list[i
 def sampling_defaults(name: str, given: Mapping[str, float | None], ranks: Ranks | None = None) -> Sampling:
     """The given values, then those of generation_config.json, which rank 0 reads for all, then mlx-lm's. Checks their range."""
     own = {field: value for field, value in given.items() if value is not None}
-    if len(own) == len(PARAMETERS):
-        return Sampling(**own)  # type: ignore[arg-type]
     return from_rank_0(ranks, lambda: Sampling(**{**_read_sampling(fetch(name, None, weights=()), own), **own}))
 
 

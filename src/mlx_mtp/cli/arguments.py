@@ -99,8 +99,9 @@ def sampler_of(args: argparse.Namespace, tokenizer: TokenizerWrapper, turn: int 
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    names = (*PARAMETERS, "min_tokens_to_keep")
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    return {
+        name: value for name in (*PARAMETERS, "min_tokens_to_keep") if (value := getattr(args, name, None)) is not None
+    }
 
 
 def open_prompt_store(args: argparse.Namespace, model: Any) -> AbstractContextManager[PromptStore | None]:

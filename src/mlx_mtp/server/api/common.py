@@ -245,8 +245,16 @@ Switch = Annotated[ThinkingSettings, BeforeValidator(lambda x: {SHORT[type(x)]: 
 
 def _sampling_field(parameter: Any) -> Any:
     low, high = parameter.metadata["requested"]
-    more = [WHOLE] if parameter.type is int else []
-    return Annotated[parameter.type, Ge(low), Le(high), *more, AfterValidator(lambda x: max(x, 0))] | None
+    return (
+        Annotated[
+            parameter.type,
+            Ge(low),
+            Le(high),
+            *([WHOLE] if parameter.type is int else []),
+            AfterValidator(lambda x: max(x, 0)),
+        ]
+        | None
+    )
 
 
 SAMPLING_FIELDS: dict[str, Any] = {p.name: (_sampling_field(p), None) for p in PARAMETERS.values()}
