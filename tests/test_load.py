@@ -40,26 +40,27 @@ NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre
 RAW = "model.language_model."
 
 
+def as_trained(name, weight, family):
+    """A parameter in the layout of a checkpoint as published: norms around 0, but for ``FLASH``, and PyTorch's convolutions."""
+    if "conv1d" in name:
+        return weight.moveaxis(1, 2)
+    is_shifted = weight.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name and family != FLASH
+    return weight - 1 if is_shifted else weight
+
+
 def published(model, family, raw=True, fused=False, prefix=RAW):
-    """A model's parameters under the names and in the layout of a published checkpoint."""
-    weights = {}
-    for name, w in parameters(model).items():
-        is_head = "mtp." in name
-        if raw and w.ndim == 1 and name.endswith(NORMS) and "linear_attn.norm" not in name and family != FLASH:
-            w = w - 1
-        if raw and "conv1d" in name:
-            w = w.moveaxis(1, 2)
-        name = name.removeprefix("language_model.")
-        stays = (is_head and raw) or family == "qwen3_next" or (name.startswith("lm_head") and raw)
-        weights[name if stays else prefix + name.removeprefix("model." if prefix.startswith("model.") else "")] = w
-    if raw and family != "qwen3_5":
-        one_by_one = {name for name in weights if family == "qwen3_next" or ("mtp." in name and not fused)}
-        weights = with_experts({n: w for n, w in weights.items() if n in one_by_one}, "each") | with_experts(
-            {n: w for n, w in weights.items() if n not in one_by_one}, "fused"
-        )
-    if raw and family != "qwen3_next":
-        weights["model.visual.blocks.0.attn.proj.weight"] = mx.zeros((2, 2))
-    return weights
+    """A model's parameters under the names and in the layout of a published checkpoint; qwen3_next's have no prefix."""
+    weights = {name.removeprefix("language_model."): w for name, w in parameters(model).items()}
+    is_next = family == "qwen3_next"
+    if not raw:
+        return {name if is_next else prefix + name: w for name, w in weights.items()}
+    backbone, head = split_head({name: as_trained(name, w, family) for name, w in weights.items()})
+    backbone = with_experts(backbone, "each" if is_next else "fused")
+    if not is_next:
+        backbone = {re.sub(r"^model\.", prefix or "model.", name): w for name, w in backbone.items()}
+        backbone["model.visual.blocks.0.attn.proj.weight"] = mx.zeros((2, 2))
+    head = with_experts(head, "fused" if fused else "each")
+    return backbone | {f"mtp.{name}": w for name, w in head.items()}
 
 
 FORMS = [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)]  # fused or not
