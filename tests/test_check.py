@@ -16,7 +16,7 @@ from mlx_mtp.generate.__main__ import main
 from mlx_mtp.generate.check import Check, check
 from tests.support.commands import run_command
 from tests.support.decoding import PROMPT, mtp, plain
-from tests.support.models import KV_FAMILIES, LATENT, TRAINED, arrays_equal, model_of, round_otherwise
+from tests.support.models import FLASH, KV_FAMILIES, LATENT, TRAINED, arrays_equal, model_of, round_otherwise
 from tests.support.profiles import LONG
 
 
@@ -26,16 +26,13 @@ def skip_rollback(monkeypatch):
     monkeypatch.setattr(rows, "rewound", lambda splits, kept: states_of(splits, [splits[0].n_tokens] * len(kept)))
 
 
-OPTIONS = [
-    {},
-    {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16},
-    {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 3},
-]
+KV_8 = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 16}
+KV_2 = {"kv_bits": 2, "kv_group_size": 32, "quantized_kv_start": 0, "prefill_step_size": 3}
+SHORT = [("qwen3_5", {}), ("qwen3_5_moe", KV_8), ("qwen3_next", KV_2), (FLASH, {}), (LATENT, {})]
+EVERY = [*product(KV_FAMILIES, ({}, KV_8, KV_2)), (LATENT, {})]
 
 
-@pytest.mark.parametrize(
-    ("family", "options"), [*product(KV_FAMILIES, OPTIONS), (LATENT, {})][:: 1 if LONG else 3], ids=str
-)
+@pytest.mark.parametrize(("family", "options"), EVERY if LONG else SHORT, ids=str)
 def test_equal_tokens_pass(family, options):
     assert check(model_of(family), PROMPT, TextOptions(18, num_draft_tokens=3), **options) == Check(18)
 

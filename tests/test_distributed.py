@@ -20,7 +20,7 @@ from mlx_mtp.core.models.shard import check_pipeline, check_shard
 from tests.support import distribution
 from tests.support.checkpoints import stored, tables, tensors, write
 from tests.support.launch import LAUNCH, launch, run
-from tests.support.models import FAMILIES, FLASH, GLM, LATENT, PACK, tiny_config, tiny_model
+from tests.support.models import FLASH, GLM, LATENT, PACK, QWEN, tiny_config, tiny_model
 
 # Two of everything that two ranks divide, and of what four do by a slow test.
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
@@ -48,8 +48,8 @@ def slow(*cases):
     [
         (2, "some", ("qwen3_next",), (FLASH,)),  # tests/test_server_ranks.py splits a qwen3_5
         *slow((2, "some", (), ("qwen3_next", PACK)), (2, "some", (GLM, LATENT), (GLM, LATENT))),
-        *slow(*((n, "some", FAMILIES[:3], ("qwen3_5", "qwen3_next")) for n in (2, 4))),
-        *slow(*((2, "all", (family,), (family,)) for family in FAMILIES[:3])),
+        *slow(*((n, "some", tuple(QWEN), ("qwen3_5", "qwen3_next")) for n in (2, 4))),
+        *slow(*((2, "all", (family,), (family,)) for family in QWEN)),
     ],
 )
 def test_ranks_generate_the_tokens_of_one_process(tmp_path, n, how_much, tensor, pipeline):

@@ -34,7 +34,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.commands import refused, report, run_command
 from tests.support.layouts import with_experts
-from tests.support.models import DATA, FAMILIES, FLASH, TRAINED, model_of, tiny_config, tiny_model
+from tests.support.models import DATA, FLASH, KV_FAMILIES, PACK, QWEN, TRAINED, model_of, tiny_config, tiny_model
 
 NORMS = ("norm.weight", "layernorm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
 RAW = "model.language_model."
@@ -63,7 +63,7 @@ def published(model, family, raw=True, fused=False, prefix=RAW):
     return backbone | {f"mtp.{name}": w for name, w in head.items()}
 
 
-FORMS = [*((f, False) for f in FAMILIES[:3]), ("qwen3_5_moe", True), (FLASH, True)]  # fused or not
+FORMS = [*((f, False) for f in QWEN), ("qwen3_5_moe", True), (FLASH, True)]  # fused or not
 NAMES = [(True, RAW), (True, ""), (False, "language_model."), (False, "")]  # raw or not, and the prefix
 LAYOUTS = [
     (*form, *names, tied)
@@ -340,7 +340,12 @@ def assert_same_head(got, want):
     assert [name for name, w in want.items() if not mx.allclose(got[name], w, rtol=0, atol=atol)] == []
 
 
-@pytest.mark.parametrize(("family", "raw"), [*itertools.product(FAMILIES, (False, True))][:: 1 if profiles.LONG else 3])
+DRAFTERS = [("qwen3_5", False), ("qwen3_5_moe", True), (PACK, False), (FLASH, True)]  # raw or not
+
+
+@pytest.mark.parametrize(
+    ("family", "raw"), itertools.product(KV_FAMILIES, (False, True)) if profiles.LONG else DRAFTERS
+)
 def test_loads_a_drafter(family, raw, tmp_path):
     model, folder, head = headless(tmp_path, family)
     if raw:  # names tell, as in mlx-vlm

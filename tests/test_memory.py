@@ -28,7 +28,7 @@ from tests.support.commands import refused
 from tests.support.decoding import prefill
 from tests.support.engine import Engine
 from tests.support.hub_stand_in import HEADER_BYTES
-from tests.support.models import FAMILIES, FLASH, TRAINED, tiny_model
+from tests.support.models import FLASH, QWEN, TRAINED, tiny_model
 from tests.support.profiles import LONG
 from tests.support.published import model_of
 from tests.support.requests import admission_with, request_of
@@ -385,10 +385,11 @@ def test_an_error_of_a_step_ends_what_runs_and_the_server_goes_on(engine, monkey
 
 
 LARGE = dict(linear_num_value_heads=16, linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=8)
-SIZES = [(family, sizes) for family in FAMILIES[:3] for sizes in (LARGE, dict(num_key_value_heads=2, head_dim=256))]
+LARGE_HEAD = dict(num_key_value_heads=2, head_dim=256)
+SIZES = [("qwen3_5", LARGE), ("qwen3_5_moe", LARGE_HEAD), ("qwen3_next", LARGE)]
 
 
-@pytest.mark.parametrize(("family", "sizes"), SIZES if LONG else [SIZES[i] for i in (0, 3, 4)], ids=str)
+@pytest.mark.parametrize(("family", "sizes"), itertools.product(QWEN, (LARGE, LARGE_HEAD)) if LONG else SIZES, ids=str)
 def test_the_test_of_the_device_takes_no_more_than_estimated(family, sizes):
     """With large recurrent states, and with a large cache of the head."""
     model = tiny_model(family, **sizes)

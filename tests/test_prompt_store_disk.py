@@ -25,7 +25,7 @@ from mlx_mtp.prompt_store.arrays import Format
 from mlx_mtp.prompt_store.disk import Folder
 from mlx_mtp.prompt_store.tree import StoredArrays
 from tests.support.checkpoints import full_disk
-from tests.support.models import FAMILIES, KV_FAMILIES, tiny_model
+from tests.support.models import FAMILIES, FLASH, KV_FAMILIES, tiny_model
 from tests.support.profiles import LONG, examples
 from tests.support.prompt_store import KV, TEXT, assert_same_next, model_of, names, read
 
@@ -74,7 +74,8 @@ def all_written(store):
 
 
 RESTARTS = [*((family, mx.float32, None) for family in FAMILIES), ("qwen3_5", mx.bfloat16, None)]
-RESTARTS += [(*how, KV) for *how, _ in RESTARTS[:: 1 if LONG else 4] if how[0] in KV_FAMILIES]
+RESTARTS += [(family, mx.float32, KV) for family in (KV_FAMILIES if LONG else ("qwen3_5", FLASH))]
+RESTARTS += [("qwen3_5", mx.bfloat16, KV)] * LONG
 
 
 @pytest.mark.parametrize(("family", "dtype", "kv"), RESTARTS, ids=str)
