@@ -14,7 +14,7 @@ import pytest
 from mlx_lm import sample_utils, server, utils
 from mlx_lm.models import cache, gated_delta, qwen3_5, qwen3_next
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
 from mlx_lm.tuner import callbacks, trainer
 from tokenizers import Tokenizer
 
@@ -48,6 +48,7 @@ SIGNATURES = [
                                           "presence_context_size frequency_penalty frequency_context_size"),
     (qwen3_coder.parse_tool_call, "model_output tools"),
     (json_tools.parse_tool_call, "text tools"),
+    (glm47.parse_tool_call, "text tools"),
     (generate.BatchGenerator.insert_segments, "self segments max_tokens caches all_tokens samplers logits_processors "
                                               "stop_sequences"),
     (generate.BatchGenerator.remove, "self uids return_prompt_caches"),

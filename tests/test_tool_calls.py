@@ -329,6 +329,15 @@ def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last):
     assert calls_of(added) == ("", [("add", {"a": 5})])
 
 
+@every_format
+def test_a_closing_tag_that_a_model_repeats_to_its_limit(format):
+    """Each is read once: a minute's work otherwise."""
+    tags = format.proper * 4000
+    text = render("write", {"content": "a"}, format=format).replace(format.proper, tags)
+    value = "a" + "\n" * (format == QWEN) + tags.removesuffix(format.proper)
+    assert calls_of(text, [1000], format=format) == ("", [("write", {"content": value})])
+
+
 # Tags that drift
 
 OPEN_FUNCTIONS = [

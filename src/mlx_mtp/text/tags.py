@@ -12,6 +12,8 @@ import regex
 
 from .formats import CLOSED, LINE_END, SPACE, Format
 
+LONGEST_RUN = 16  # closing tags that are looked at together: a model may repeat one to its limit
+
 
 @lru_cache(maxsize=512)
 def _tags_in_value(format: Format, function: str, key: str) -> tuple[Any, Any]:
@@ -166,7 +168,7 @@ class EndOfValue:
 
     def _run(self, text: str, end: int, kinds: str, is_last: bool) -> tuple[str, int, bool] | None:
         """The kinds of the closing tags from here on, their end, and whether an opening tag or the end follows; or ``None``."""
-        while (m := self.closing.match(text, end, partial=not is_last)) is not None:
+        while len(kinds) < LONGEST_RUN and (m := self.closing.match(text, end, partial=not is_last)) is not None:
             if m.partial:
                 return None
             if not (kind := self._kind(m["closed"])):
