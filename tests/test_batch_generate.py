@@ -80,7 +80,7 @@ def test_each_position_of_a_prompt_may_be_an_embedding(n, k, company):
 def test_texts_of_equal_samplers_are_drawn_together(depth, monkeypatch):
     """In one call for all positions, and one for each draft; also those with seeds of their own."""
     calls, support = [], Sampler.support
-    noted = lambda self, x, *args: (calls.append((self.temp, len(x))), support(self, x, *args))[1]  # noqa: E731
+    noted = lambda self, x, *args: (calls.append((self.temperature, len(x))), support(self, x, *args))[1]  # noqa: E731
     monkeypatch.setattr(Sampler, "support", noted)
     generator = BatchGenerator(model_of("qwen3_5"), num_draft_tokens=depth, copy_drafts="off", **AT_ONCE)
     samplers = [make_sampler(0.7), None, *(make_sampler(1.5, seed=seed) for seed in (None, None, None, 5, 6))]
