@@ -1,4 +1,4 @@
-"""The one type of a model's floating-point weights, ``--dtype``: see "One type" in docs/develop/design.md.
+"""The one type of a model's floating-point weights, ``--dtype``: see "One type" in docs/develop/loading.md.
 
 Weights that a checkpoint has in float32 beside others, such as the decay of a recurrence, stay as they are.
 """
