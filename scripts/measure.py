@@ -153,27 +153,29 @@ def join(outputs: Sequence[str]) -> str:
 
 def write_page() -> str:
     """The page, of the outputs that are kept."""
-    head = "| measurement | result | machine |\n| --- | --- | --- |"
+    head = "| measurement | result | date |\n| --- | --- | --- |"
     return "\n".join([INTRODUCTION, "", head, *(row(s) for s in read_sections() if s.file.exists())]) + "\n"
 
 
 def row(section: Section) -> str:
     facts, _, _ = read_kept(section.file)
-    machine, _, _ = facts["machine"].partition(", Linux")
+    machine, _, _ = facts["machine"].partition(", ")  # the rest is in the file
+    other = "" if machine == USUAL else f"{machine}; "
     of = "" if section.is_of_demo(facts) else ", an earlier demo"
     title = f"[{section.title}](measurements/{section.file.name})"
-    return f"| {title}: {section.says} | {section.result} | {machine}; {facts['date']}{of} |"
+    return f"| {title}: {section.says} | {section.result} | {other}{facts['date']}{of} |"
 
 
-INTRODUCTION = """# Measurements
+USUAL = "AMD EPYC"
+INTRODUCTION = f"""# Measurements
 
 The figures behind the other pages. Each file has its command, machine, versions and output. `scripts/measure.py` runs the
 commands, keeps their output and writes this page. Figures of one small model on a CPU say nothing about your model on an Apple
 GPU: [measure that](../speed.md), and [add it](../results.md).
 
-Runs alternate in one process, so that a machine that slows down slows all of them. A ratio is taken in each round; the
-median is shown, with the lowest and the highest. Unless a row says otherwise, speeds are relative to plain mlx-lm and
-the prompt is not counted."""
+Runs alternate in one process, and a ratio is taken in each round; the median is shown, with the lowest and the highest.
+Unless a row says otherwise, speeds are relative to plain mlx-lm, the prompt is not counted, and the machine is an {USUAL} with
+2 cores."""
 
 
 def main() -> None:
