@@ -49,7 +49,9 @@ class Command(NamedTuple):
 def show_models(args: argparse.Namespace) -> None:
     if args.context < 1:
         raise MTPError(f"--context must be 1 or more, not {args.context}.")
-    cached, heads, account = cached_repositories(), {head.source for head in fetched_heads()}, Account()
+    cached = cached_repositories()
+    heads = {head.source for head in fetched_heads()}
+    account = Account()
     rows = [["name", "weights", "head", "image", "context", "fits here", "cached"]]
     for model in published().values():
         needs = model.needs(args.context)
@@ -84,7 +86,8 @@ def _machine() -> Lines:
     yield "Memory", f"{size(total_memory())}, of which MLX may use {size(account.limit)}"
     packages = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "transformers"))
     yield "Versions", f"mlx-mtp {__version__}, {packages}, Python {platform.python_version()}"
-    models, heads = [x.size_on_disk for x in cached_repositories().values()], [x.nbytes for x in fetched_heads()]
+    models = [x.size_on_disk for x in cached_repositories().values()]
+    heads = [x.nbytes for x in fetched_heads()]
     yield "Models", f"{len(models)} in {constants.HF_HUB_CACHE}, {sum(models) / GB:.2f} GB"
     yield "Heads", f"{len(heads)} in {HEAD.root}, {sum(heads) / GB:.2f} GB"
 
@@ -100,7 +103,8 @@ def _model(name: str, dtype: str) -> Lines:
 
 
 def _remote(name: str, dtype: str, n_bytes: int) -> Lines:
-    checkpoint, account = CheckpointReader(name), Account()
+    checkpoint = CheckpointReader(name)
+    account = Account()
     check_method(checkpoint)
     needs, _ = needs_of_checkpoint(checkpoint, checkpoint, CONTEXT, dtype)
     yield "Needs", f"{needs} with a text of {CONTEXT} tokens"
@@ -126,7 +130,8 @@ def _local(name: str, dtype: str) -> Lines:
         yield "Verdict", f"no drafts: its head is {head}"
         return
     yield "Needs", f"{needs_of(model, CONTEXT)} with a text of {CONTEXT} tokens"
-    fetched, accepted = model.fetched_head, model.head_acceptance_rate
+    fetched = model.fetched_head
+    accepted = model.head_acceptance_rate
     yield "Head", "its own" if fetched is None else f"of {fetched.source}, {fetched.nbytes / 1e6:.1f} MB"
     settings = model.draft_settings
     yield "Settings", settings.tuned if settings.are_tuned else "none: `mlx_mtp benchmark --tune` finds the fastest"

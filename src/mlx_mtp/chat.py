@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 EXIT = "/exit"
-PROMPT, CONTINUATION = ">> ", ".. "
+PROMPT = ">> "
+CONTINUATION = ".. "
 HISTORY = user_state_path("mlx_mtp", appauthor=False) / "chat_history"
 
 
@@ -62,7 +63,10 @@ class Conversation:
     def __init__(
         self, args: argparse.Namespace, model: Any, tokenizer: TokenizerWrapper, store: PromptStore | None = None
     ):
-        self.args, self.model, self.tokenizer, self.store = args, model, tokenizer, store
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.store = store
         self.ranks = getattr(model, "ranks", None)
         self.system_prompt: str | None = args.system_prompt
         self.thinking: bool = tokenizer.has_thinking  # whether the model thinks before it answers
@@ -123,7 +127,9 @@ class Conversation:
         text = self.text + self._encode(new)
         self.messages.append(question)
         self.attached, self.n_rendered, self.is_cut = [], len(self.messages), True
-        response, tokens, pieces = None, [], []
+        response = None
+        tokens = []
+        pieces = []
         n_before = n_tokens(self.cache or [])
         try:
             with prompt_progress() as progress:
@@ -163,7 +169,8 @@ class Conversation:
             self.n_rendered += 1
             self.text = []
             if self.store is not None:
-                self.text, self.shown = text + tokens, [*self.shown, *images]
+                self.text = text + tokens
+                self.shown = [*self.shown, *images]
         self.is_cut = response is None or response.finish_reason != "stop"
         self.turn += 1
         return response

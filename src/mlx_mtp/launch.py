@@ -93,7 +93,8 @@ def main() -> None:
     from .server.agents import CLIENTS
     from .server.options import address_of, check, flags_of
 
-    options, defaults = check(args), flags_of(parser.parse_args([args.client])) | {"keep": args.keep}
+    options = check(args)
+    defaults = flags_of(parser.parse_args([args.client])) | {"keep": args.keep}
     given = {name: value for name, value in flags_of(args).items() if name == "model" or value != defaults[name]}
     words.remove(args.client)
     make_folder(FOLDER, "the cache folder")
@@ -101,7 +102,8 @@ def main() -> None:
         server = find(given, options.api_key) or start([word for word in words if word != "--keep"], options.api_key)
         if args.keep and server.lease is not None:
             server.lease.write_bytes(f"{server.key}".encode() + KEEP)
-    options.api_key, url = server.key, server.entry["url"]
+    options.api_key = server.key
+    url = server.entry["url"]
     settings = CLIENTS[args.client](address_of(options, url, server.context))
     status = run(path, [args.client, *settings.arguments, *arguments], os.environ | settings.variables)
     if connect(server.pid, server.entry, server.key) is None:

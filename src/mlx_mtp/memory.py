@@ -34,7 +34,8 @@ STATES_AT_ONCE = 4  # recurrent states held at once by a recurrence of many smal
 # Attention of MLX 0.32.4 on Metal that writes no scores to memory (``use_fallback`` in scaled_dot_product_attention.cpp): more
 # than 8 queries of these head dimensions; and 1,024 queries or more of head dimension 256 on GPUs with matrix units.
 FUSED_HEAD_DIMS = (64, 72, 80, 96, 128)
-FEWEST_FUSED, FEWEST_FUSED_256 = 9, 1024
+FEWEST_FUSED = 9
+FEWEST_FUSED_256 = 1024
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +160,8 @@ class Needs(NamedTuple):
 
 def needs_of(model: Any, context: int, chunk: int = CHUNK) -> Needs:
     """The memory of a loaded model with a text of ``context`` tokens, prefilled in chunks of ``chunk``."""
-    head, sizes = nbytes_of(getattr(model, "mtp", None)), sizes_of(model)
+    head = nbytes_of(getattr(model, "mtp", None))
+    sizes = sizes_of(model)
     of_chunk = sizes.chunk(min(chunk, context), context)
     ngrams = 0 if model.ngrams is None else sum(table.nbytes for table in model.ngrams.tables.values())
     return Needs(nbytes_of(model) - head, head, ngrams=ngrams, caches=sizes.caches(context), chunk=of_chunk)
@@ -214,9 +216,11 @@ class Sizes:
 def sizes_of(model: Any, value_bytes: int | None = None) -> Sizes:
     """The sizes of a model with a head or without. With ``value_bytes``, of a number, no weight is read."""
     n = value_bytes or model.layers[0].dtype.size
-    recurrent, attention = model.recurrent_layers, model.attention_layers
+    recurrent = model.recurrent_layers
+    attention = model.attention_layers
     head = [] if model.head_layer is None else [model.head_layer]
-    args, is_metal = model.text_args, mx.metal.is_available()
+    args = model.text_args
+    is_metal = mx.metal.is_available()
     state = 0 if is_metal else max((_state_bytes(layer.states[1], n) for layer in recurrent), default=0)
     passes = [_mlp(args, n)]  # the bytes of a token's activations in the parts of a layer
     if recurrent:  # without Metal, the recurrence is computed token by token

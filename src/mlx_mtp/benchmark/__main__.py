@@ -147,7 +147,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def show(report: Report) -> str:
-    overall, names = report.of(OVERALL), list(dict.fromkeys(r.prompt for r in report.results))
+    overall = report.of(OVERALL)
+    names = list(dict.fromkeys(r.prompt for r in report.results))
     versions = ", ".join(f"{name} {v}" for name, v in report.versions.items())
     used = max(r.mtp_peak_memory for r in report.results)
     sources = dict.fromkeys(source for r in report.results for source in r.origins)
@@ -189,7 +190,8 @@ def show(report: Report) -> str:
 def gain(report: Report, name: str = "auto") -> str:
     """The gain of the default, auto, over all prompts, in two parts: of compiled passes, and of drafts."""
     ratios = {r.run: r for r in report.of(OVERALL)}
-    auto, compiled = ratios[AUTO], ratios[NO_DRAFTS].ratio
+    auto = ratios[AUTO]
+    compiled = ratios[NO_DRAFTS].ratio
     return (
         f"{name}: {auto.ratio:.2f} times as fast as plain mlx-lm ({auto.ratio_low:.2f} to {auto.ratio_high:.2f} by round): "
         f"compiled passes {compiled:.2f}, drafts {auto.ratio / compiled:.2f}"
@@ -201,7 +203,8 @@ def plot(report: Report) -> Any:
     from matplotlib.figure import Figure
 
     fixed = [r for r in report.of(OVERALL) if isinstance(r.run, int)]
-    lengths, ratios = [int(r.run) for r in fixed], [r.ratio for r in fixed]
+    lengths = [int(r.run) for r in fixed]
+    ratios = [r.ratio for r in fixed]
     spread = [[r.ratio - r.ratio_low for r in fixed], [r.ratio_high - r.ratio for r in fixed]]
     figure = Figure(layout="constrained")
     axes = figure.subplots()

@@ -37,7 +37,11 @@ from ..core.pacing.depth import Depth
 from ..errors import MTPError
 from ..memory import GB, needs_of
 
-PLAIN, NO_DRAFTS, NO_COPIES, COPIES, AUTO = "plain", "no drafts", "auto, no copies", "copies alone", "auto"
+PLAIN = "plain"
+NO_DRAFTS = "no drafts"
+NO_COPIES = "auto, no copies"
+COPIES = "copies alone"
+AUTO = "auto"
 Run = int | str  # a fixed draft length, or one of these
 # The source of a token is that of the accepted draft, or the target's own choice. Each pass has one choice
 # of the target: the token of a plain step, or the token after the accepted drafts.
@@ -178,7 +182,8 @@ def generate(
     draft_p_min: float | None = None,
 ) -> Generation:
     """Time one run on one prompt [T] with the ``Depth`` of auto. Raise an MTPError if the text ends with its first token."""
-    prompt, counts = mx.array(token_ids(prompt, model)), DraftCounts()
+    prompt = mx.array(token_ids(prompt, model))
+    counts = DraftCounts()
     steps: Any
     if run == PLAIN:
         steps = generate_step(prompt, model, max_tokens=max_tokens)

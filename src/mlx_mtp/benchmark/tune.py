@@ -23,7 +23,8 @@ from ..core.pacing import MAX_DRAFT_TOKENS
 from ..core.pacing.depth import Depth
 from .measure import NO_COPIES, PLAIN, Generation, Run, generate, speed, sum_counts
 
-OFF, AUTO = Settings(0), Settings("auto")
+OFF = Settings(0)
+AUTO = Settings("auto")
 FIXED = [Settings(k) for k in (1, 2, 3, 4)]
 HEAD_BITS = (8, 4)
 DRAFT_VOCAB = 32768  # tokens
@@ -72,7 +73,8 @@ def combine(base: Measured, measured: Sequence[Measured]) -> list[Settings]:
 def show(measured: Sequence[Measured]) -> str:
     rows = [["settings", "ratio", "lowest", "highest", "tokens/s", "accepted first", "tokens/step"]]
     for m in measured:
-        drafted, accepted = m.counts.drafted, m.counts.accepted
+        drafted = m.counts.drafted
+        accepted = m.counts.accepted
         rows.append([str(m.settings), *(f"{x:.2f}" for x in (m.ratio, min(m.ratios), max(m.ratios))), f"{m.tps:.1f}"])
         if drafted:
             rows[-1] += [f"{accepted[0] / drafted[0]:.2f}", f"{1 + sum(accepted) / drafted[0]:.2f}"]
@@ -117,7 +119,9 @@ def measure(
     repeat: int,
 ) -> list[Measured]:
     """Measure settings, alternating. The first are those of plain decoding."""
-    device, draft_settings, layers = model.device, model.draft_settings, model.mtp.leaf_modules()
+    device = model.device
+    draft_settings = model.draft_settings
+    layers = model.mtp.leaf_modules()
     # Each auto run begins with the times of the run before, as in normal use.
     depths = {settings: Depth(MAX_DRAFT_TOKENS, times=copy.deepcopy(model.pace.times)) for settings in chosen}
 
@@ -133,7 +137,8 @@ def measure(
             return generate(model, prompts[prompt], max_tokens, run, depths[settings], **options)
         finally:
             model.mtp.update_modules(layers)
-            model.device, model.draft_settings = device, draft_settings
+            model.device = device
+            model.draft_settings = draft_settings
 
     by_length = sorted(prompts, key=lambda prompt: prompts[prompt].size)
     rounds = alternate(chosen, by_length, repeat, one)

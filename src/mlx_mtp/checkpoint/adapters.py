@@ -154,7 +154,8 @@ def _apply(model: Any, config: Config, weights: Mapping[str, mx.array], path: st
 def _targets(layers: Layers, config: Config, names: Sequence[str]) -> Iterator[str]:
     """The places of the layers that a config names, given the names of an adapter's updates: experts may be numbered."""
     prefix = names[0].removesuffix(_place(names[0])) if names else ""
-    only, has_numbers = config.get("layers_to_transform"), any(map(EXPERT.fullmatch, names))
+    only = config.get("layers_to_transform")
+    has_numbers = any(map(EXPERT.fullmatch, names))
     for place, (_, layer) in layers.items():
         number = re.match(r"layers\.(\d+)\.", place)
         if only is not None and number and int(number[1]) not in ([only] if isinstance(only, int) else only):
@@ -222,7 +223,8 @@ def _update(a: mx.array, b: mx.array, name: str, config: Config) -> Update:
         found = (n for pattern, n in own if _match(pattern, name, patterns, r"(?:.*\.)?"))
         return float(next(found, config.get(key, 8)))
 
-    r, alpha = setting("r", "rank_pattern"), setting("lora_alpha", "alpha_pattern")
+    r = setting("r", "rank_pattern")
+    alpha = setting("lora_alpha", "alpha_pattern")
     if (a.shape[-2], b.shape[-1]) != (r, r) or not r:
         raise MTPError(f"its matrices for {name} have rank {a.shape[-2]}, and its config says {r:.0f}.")
     return Update(a, b, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
@@ -239,7 +241,8 @@ def _of_fused_experts(
         named = {"down_proj"}
     if len(parameters := [*named & {"gate_up_proj", "down_proj"}]) != 1:
         raise MTPError(f"its target_parameters do not say what its matrices for {name} change.")
-    pair, mlp = matrices[name], name.removesuffix(".base_layer").removesuffix(".experts")
+    pair = matrices[name]
+    mlp = name.removesuffix(".base_layer").removesuffix(".experts")
     projections = ("gate_proj", "up_proj") if parameters == ["gate_up_proj"] else ("down_proj",)
     names = [f"{mlp}.switch_mlp.{p}" for p in projections]
     layer: Any = _layer(layers, names[0])[1]
@@ -271,7 +274,8 @@ def _adapted(layer: nn.Module, update: Update, name: str) -> nn.Module:
     if (adapted.lora_a.shape, adapted.lora_b.shape) != (a.shape, b.shape):
         shapes = [list(w.shape) for w in (update.a, update.b)]
         raise MTPError(f"its matrices for {name}, {shapes[0]} and {shapes[1]}, do not fit the model.")
-    adapted.lora_a, adapted.lora_b = a, b
+    adapted.lora_a = a
+    adapted.lora_b = b
     return adapted
 
 

@@ -92,7 +92,8 @@ def family_in(config: Config | None) -> Family | None:
 
 def head_names_in(config: Config | None) -> HeadNames:
     """The names of a head in a checkpoint with this config, which need not be checked yet."""
-    family, text = family_in(config), text_config_of(config or {})
+    family = family_in(config)
+    text = text_config_of(config or {})
     if family is None:
         return HeadNames()
     return family.names.of_layers(text.get("num_hidden_layers") if isinstance(text, dict) else None)

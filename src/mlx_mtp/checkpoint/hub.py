@@ -233,7 +233,8 @@ def cached_repositories() -> dict[str, hf.CachedRepoInfo]:
 
 def download(repo: str, revision: str | None, file: str, start: int, stop: int | None) -> tuple[bytes, int]:
     """The bytes of a file on the hub from ``start`` to before ``stop`` or its end, and its size. Raises a FileNotFoundError."""
-    url, headers = hf.hf_hub_url(repo, file, revision=revision), build_hf_headers()
+    url = hf.hf_hub_url(repo, file, revision=revision)
+    headers = build_hf_headers()
     if stop is not None:
         headers["Range"] = f"bytes={start}-{stop - 1}"
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT

@@ -133,7 +133,8 @@ class Loaded:
 
 
 def _read(asked: Asked, found: Found) -> Loaded:
-    checkpoint, source = found.checkpoint, found.head
+    checkpoint = found.checkpoint
+    source = found.head
     in_memory = found.check_memory(checkpoint, source, is_plain=found.is_plain) and not asked.lazy
     head = None if source is None else read_head(source)
     changes = _own_config(checkpoint, asked.model_config)
@@ -154,14 +155,18 @@ def _read(asked: Asked, found: Found) -> Loaded:
         model = with_adapter(model, asked.adapter_path)
     is_cast = dtypes.set_dtype(model, asked.dtype, found.prefers_float16) and not asked.lazy
     if not found.is_plain:
-        model.ranks, model.fetched_head = found.ranks, found.fetched
+        model.ranks = found.ranks
+        model.fetched_head = found.fetched
         model.vision = _vision_of(model, checkpoint, config, may_fetch=asked.vision == "auto")
     return Loaded(model, tokenizer, config, head, is_cast)
 
 
 def _adapt(asked: Asked, found: Found, loaded: Loaded) -> None:
     """Apply settings, divide and read the model, and test it and its head on this device."""
-    model, head, ranks, drafting = loaded.model, loaded.head, found.ranks, asked.drafting
+    model = loaded.model
+    head = loaded.head
+    ranks = found.ranks
+    drafting = asked.drafting
     if head is not None:
         if drafting == (None, None, None):
             adapters = [] if asked.adapter_path is None else [Path(asked.adapter_path)]
@@ -200,7 +205,9 @@ def _own_config(checkpoint: CheckpointReader, given: Config) -> Config:
 
 def _check_accepted(model: MTPModel, checkpoint: CheckpointReader, is_asked: bool) -> None:
     """Warn of a head that the model rejects. Another checkpoint's is an MTPError or, where nobody has asked for it, dropped."""
-    accepted, name, fetched = model.head_acceptance_rate, checkpoint.name, model.fetched_head
+    accepted = model.head_acceptance_rate
+    name = checkpoint.name
+    fetched = model.fetched_head
     if accepted is None or accepted >= FLOOR:
         return
     whose = "its MTP head" if fetched is None else f"the head of {fetched.source}"
@@ -223,7 +230,8 @@ def _load_model(
     checkpoint: CheckpointReader, head: Head | None, changes: Config, trust_remote_code: bool, stage: range | None
 ) -> tuple[Any, Config]:
     config = check_config(checkpoint.config, checkpoint.name)
-    awq, names = awq_of(checkpoint), set[str]()
+    awq = awq_of(checkpoint)
+    names = set[str]()
     module = model_module(config["model_type"])
 
     def make(args: Any) -> Any:

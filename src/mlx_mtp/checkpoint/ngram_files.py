@@ -66,23 +66,29 @@ class FileRows:
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Ids [n] -> the arrays of these rows, [n, width] each."""
         of_part = np.searchsorted(self.starts, ids, side="right") - 1
-        rows, reads = ids - self.starts[of_part], []
+        rows = ids - self.starts[of_part]
+        reads = []
         for name, (width, dtype) in self.layout.items():
-            n, own = width * np.dtype(dtype).itemsize, [part[name] for part in self.parts]
+            n = width * np.dtype(dtype).itemsize
+            own = [part[name] for part in self.parts]
             begins = np.array([x.start for x in own])[of_part] + n * rows
             reads += [(self.opened[own[j].file], n, at) for j, at in zip(of_part.tolist(), begins.tolist())]
         step = -(-len(reads) // N_THREADS)
         slices = (reads[i : i + step] for i in range(0, len(reads), step))
-        data, found, begin = b"".join(self.pool.map(_read_all, slices)), {}, 0
+        data = b"".join(self.pool.map(_read_all, slices))
+        found = {}
+        begin = 0
         for name, (width, dtype) in self.layout.items():
             x = np.frombuffer(data, dtype, len(ids) * width, begin)
-            found[name], begin = x.reshape(len(ids), width), begin + x.nbytes
+            found[name] = x.reshape(len(ids), width)
+            begin = begin + x.nbytes
         return found
 
     def read_range(self, begin: int, end: int) -> dict[str, np.ndarray]:
         found: dict[str, list[np.ndarray]] = {name: [] for name in self.layout}
         for start, stop, part in zip(self.starts.tolist(), self.starts[1:].tolist(), self.parts):
-            first, last = max(begin, start), min(end, stop)
+            first = max(begin, start)
+            last = min(end, stop)
             for name, x in part.items() if first < last else ():
                 width, dtype = self.layout[name]
                 n = width * np.dtype(dtype).itemsize
@@ -113,7 +119,8 @@ def find_tables(model: Any, checkpoint: CheckpointReader) -> dict[int, NgramTabl
     for name, tensor in checkpoint.tensors(own).items():
         layer, part, array = place_of(name) or (0, 0, "")
         found[layer][part][array] = tensor
-    tables, folder = {}, checkpoint.folder or Path()
+    tables = {}
+    folder = checkpoint.folder or Path()
     for i in model.model.ngram_layers:
         parts = [found[i][j] for j in sorted(found[i])]
         try:

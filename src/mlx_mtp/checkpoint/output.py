@@ -143,7 +143,8 @@ def write_beside(
 def _link_files(source: CheckpointReader, folder: Path, weights: Collection[str]) -> None:
     """Clone or link these of a checkpoint's weights, and copy its other files. Existing files stay."""
     for name in {name for name in source.files if "/" not in name and not name.endswith(".safetensors")}.union(weights):
-        file, target = source.path / name, folder / name
+        file = source.path / name
+        target = folder / name
         if not file.is_file() or target.exists():
             continue
         target.parent.mkdir(exist_ok=True)

@@ -81,7 +81,9 @@ class CheckpointReader:
     ):
         check_path(path_or_hf_repo)
         check_format(path_or_hf_repo, [path_or_hf_repo])
-        self.name, self.folder, self._needed = resolve(path_or_hf_repo), folder, needed
+        self.name = resolve(path_or_hf_repo)
+        self.folder = folder
+        self._needed = needed
         self._headers: dict[str, Header] = {}
         self.revision: str | None
         self.files: list[str] = []
@@ -165,8 +167,11 @@ class CheckpointReader:
     @cached_property
     def model_map(self) -> dict[str, str]:
         """The file of every tensor, from the index, and in a folder or without an index from the headers, which are checked."""
-        found, places, files = dict(self.index), _places(self.names, self.index), self.model_files
-        read, indexed = [] if self.folder is None and self.index else files, {*places}
+        found = dict(self.index)
+        places = _places(self.names, self.index)
+        files = self.model_files
+        read = [] if self.folder is None and self.index else files
+        indexed = {*places}
         self.tensors({name: file for name, file in sorted(found.items()) if file in read})  # or raises
         for file in read:
             own = {name: name for name in self.header(file).tensors}
@@ -205,7 +210,8 @@ class CheckpointReader:
         if (same := own.get(parameter, own.get(f"embed_tokens.{part}"))) is None:  # the latter where they are tied
             return False
         name, file = self._whole_head[parameter]
-        a, b = self.tensors({name: file})[name], self.tensors({same: self.model_map[same]})[same]
+        a = self.tensors({name: file})[name]
+        b = self.tensors({same: self.model_map[same]})[same]
         n = a.stop - a.start
         places = [(i, min(i + PLACE_BYTES, n)) for i in range(0, n, max(n // N_PLACES, PLACE_BYTES))]
         return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
@@ -240,7 +246,8 @@ class CheckpointReader:
 
 def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]]:
     """The files of tensors among which a head may be, in this order."""
-    model_map, extra = checkpoint.model_map, (checkpoint.config or {}).get(EXTRA_TENSORS)
+    model_map = checkpoint.model_map
+    extra = (checkpoint.config or {}).get(EXTRA_TENSORS)
     if isinstance(extra, dict) and (named := extra.get("mtp_file")) is not None:
         _check_inside(named, "config.json", checkpoint.name)
         if not checkpoint.has(named):
@@ -291,7 +298,8 @@ def _read_index(checkpoint: CheckpointReader, file: str) -> dict[str, str]:
 
 def _strays(checkpoint: CheckpointReader) -> list[str]:
     """Files that mlx-lm would load as well, although the index does not name them. A head that it lacks is none."""
-    places, strays = _places(checkpoint.names, checkpoint.index), []
+    places = _places(checkpoint.names, checkpoint.index)
+    strays = []
     for file in {*filter(_is_models, checkpoint.files if places else ())}.difference(checkpoint.model_files):
         own = {"": file}  # a damaged one
         with suppress(MTPError):

@@ -110,7 +110,8 @@ def check_family(path_or_hf_repo: str, revision: str | None = None) -> None:
 def _ways(checkpoint: CheckpointReader, mtp: bool | str, copy_drafts: bool, is_alone: bool) -> tuple[bool | str, bool]:
     """``mtp``, which is false for a family that only mlx-lm supports, and whether mlx-lm loads the model without a head."""
     model_type = (checkpoint.config or {}).get("model_type")
-    runs_here, in_mlx_lm = model_type in MODULES, mlx_lm_has(model_type)
+    runs_here = model_type in MODULES
+    in_mlx_lm = mlx_lm_has(model_type)
     if mtp in ("auto", "cached") and not copy_drafts and in_mlx_lm and not runs_here:
         mtp = False
     return mtp, not copy_drafts and is_alone and (in_mlx_lm or not runs_here)
@@ -120,7 +121,8 @@ def _download(
     checkpoint: CheckpointReader, revision: str | None, mtp: bool | str, is_plain: bool, stage: range | None, check: Any
 ) -> CheckpointReader:
     """Check the headers of a checkpoint, and download it or the files of a stage."""
-    name, own = checkpoint.name, list[str]()
+    name = checkpoint.name
+    own = list[str]()
     files = None if stage is None else files_of(checkpoint, stage)
     if not is_plain:
         config = check_config(checkpoint.config, name)

@@ -153,7 +153,8 @@ def check_generation_flags(args: argparse.Namespace) -> None:
     make_sampler(**_sampling(args), seed=getattr(args, "seed", None))
     check_head(args)
     text_options(args).check()
-    copies, max_kv_size = asks_for_copies(args.copy_drafts), getattr(args, "max_kv_size", None)
+    copies = asks_for_copies(args.copy_drafts)
+    max_kv_size = getattr(args, "max_kv_size", None)
     if args.mtp is None and max_kv_size is not None:
         args.mtp = False
     if args.mtp is False:
@@ -191,7 +192,9 @@ def check_head(args: argparse.Namespace) -> None:
 def check_model_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """Raise an MTPError if a flag does not fit the model of this config; mlx-lm would in the middle of a text."""
     text_config = config.get("text_config", config)
-    size, head_dim, kv_bits = text_config.get("vocab_size"), text_config.get("head_dim"), getattr(args, "kv_bits", None)
+    size = text_config.get("vocab_size")
+    head_dim = text_config.get("head_dim")
+    kv_bits = getattr(args, "kv_bits", None)
     if size is not None:
         check_limits(vars(args), {"top_k": (0, size - 1), "min_tokens_to_keep": (1, size)})
     family = family_in(dict(config))

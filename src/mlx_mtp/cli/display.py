@@ -35,7 +35,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     for cells in zip_longest(*rows, fillvalue=""):
         align = str.rjust if columns else str.ljust
         columns.append([align(cell, max(map(len, cells))) for cell in cells])
-    first, parts = columns[0], [[columns[0]]]
+    first = columns[0]
+    parts = [[columns[0]]]
     for column in columns[1:]:
         width = len("  ".join(cells[0] for cells in [*parts[-1], column]))
         if width > shutil.get_terminal_size().columns and len(parts[-1]) > 1:

@@ -128,7 +128,8 @@ def add_drafting(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser, are_advised: bool = True) -> None:
     """Add the sampling flags, whose defaults are those of the model's generation_config.json if ``are_advised``."""
     for name, parameter in PARAMETERS.items():
-        default, file = parameter.default, "the model's generation_config.json"
+        default = parameter.default
+        file = "the model's generation_config.json"
         told = f"from {file}, or {default}" if are_advised else f"{default}, whatever {file} says"
         parser.add_argument(
             flag_of(name),

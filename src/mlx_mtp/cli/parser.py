@@ -42,7 +42,8 @@ def finish(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Show the defaults of flags in the help, and add ``--version``. Return the parser."""
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     for action in parser._actions:
-        text, default = action.help or "", action.default
+        text = action.help or ""
+        default = action.default
         is_value = isinstance(default, (str, int, float)) and default not in ("", argparse.SUPPRESS)
         if is_value and default is not False and action.nargs != 0 and "efault" not in text:
             action.help = text.removesuffix(".") + " (default: %(default)s)" + "." * text.endswith(".")

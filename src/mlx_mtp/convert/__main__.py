@@ -54,7 +54,9 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     config = checkpoint.config
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    tower, head, told = checkpoint.tower(), Tensors(), "none"
+    tower = checkpoint.tower()
+    head = Tensors()
+    told = "none"
     with suppress(FileNotFoundError, MTPError):  # told by the verdict
         head = checkpoint.head()
     measured = known(key_of(checkpoint, checkpoint)) if head else None
@@ -103,7 +105,8 @@ def _quantization(config: Config, embedding: Tensor | None) -> str:
     if "group_size" not in quantization or "quant_method" in quantization:
         return f"quantized ({quantization.get('quant_method')})"
     own = sum(isinstance(value, dict) and "ngram_embedding" not in name for name, value in quantization.items())
-    bits, mode = quantization["bits"], quantization.get("mode", "affine")
+    bits = quantization["bits"]
+    mode = quantization.get("mode", "affine")
     return f"{bits} bits in groups of {quantization['group_size']} ({mode})" + f", {own} modules otherwise" * (own > 0)
 
 

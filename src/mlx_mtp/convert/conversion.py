@@ -193,7 +193,8 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     weight_map = {name: file for name, (file, _) in tables.items()}
     for i in tqdm(range(len(shards)), desc="Writing", unit="shard", disable=None):
         name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        shard, shards[i] = shards[i], {}
+        shard = shards[i]
+        shards[i] = {}
         output.save(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
         del shard
@@ -215,7 +216,8 @@ def write_tables(folder: Path, model: Any, config: Config, quantize: bool, dtype
         size, others = divmod(len(table.rows), n := model.text_args.split_ngram_parts)
         ends = [*accumulate((size + (j < others) for j in range(n)), initial=0)]  # parts as mlx-vlm reads them
         for j in tqdm(range(n), desc="Writing the n-gram table", unit="part", disable=None):
-            name, file = NAME.format(i, j), f"model-ngrams-{i}-{j + 1:05d}-of-{n:05d}.safetensors"
+            name = NAME.format(i, j)
+            file = f"model-ngrams-{i}-{j + 1:05d}-of-{n:05d}.safetensors"
             part = _part(table, ends[j], ends[j + 1], of_rows, dtype)
             output.save(folder / file, {f"{name}.{kind}": x for kind, x in part.items()})
             written |= {f"{name}.{kind}": (file, x.nbytes) for kind, x in part.items()}
@@ -308,7 +310,8 @@ class Quantization(NamedTuple):
         """Quantize or dequantize a model, and record it in the config. An MTPError if mlx-lm would quantize no layer."""
         if self.quantize:
             print("[INFO] Quantizing")
-            user, before = self.predicate, _quantized(model)
+            user = self.predicate
+            before = _quantized(model)
             if isinstance(user, str):
                 user = mixed_quant_predicate_builder(user, model, self.group_size or 64)
             predicate = backbone_predicate(model, user)

@@ -36,8 +36,10 @@ def graft(
     """Add the head, the vision encoder or both of an original to a conversion, whose weights are cloned, linked or copied."""
     check_method(CheckpointReader(model, revision))
     receiver = fetch_checkpoint(model, revision)
-    config, origin = check_config(receiver.config, model), Config()
-    head, tower = dict[str, mx.array](), dict[str, mx.array]()
+    config = check_config(receiver.config, model)
+    origin = Config()
+    head = dict[str, mx.array]()
+    tower = dict[str, mx.array]()
     with output.atomic_directory(target) as folder:
         if vision_from is not None:
             if receiver.tower():
@@ -75,7 +77,8 @@ def _head(
         difference = f"its vocabulary has {theirs.shape[0]} rows, not {ours.shape[0]}"
         raise MTPError(f"{donor.name} does not fit {receiver.name}: {difference}.")
     print("[INFO] Reading the head")
-    weights, measured = donor.names.split(_read(donor, tensors, folder))[1], known(key_of(donor, donor))
+    weights = donor.names.split(_read(donor, tensors, folder))[1]
+    measured = known(key_of(donor, donor))
     model = skeleton(config, receiver.name)
     head = sanitize_head(model, weights, raw=False)
     if dtype is not None:

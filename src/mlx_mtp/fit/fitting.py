@@ -88,7 +88,8 @@ def fit(
     After an interruption, the same call uses the answers and recorded states so far, in ``cache_path``, by default a folder
     beside ``mlx_path`` that is removed at the end. ``dtype`` is that of ``mlx_mtp.load``, ``options`` are of ``FitOptions``.
     """
-    target, work = Path(mlx_path), Path(cache_path or f"{mlx_path}.fit")
+    target = Path(mlx_path)
+    work = Path(cache_path or f"{mlx_path}.fit")
     check_new(target)
     how = FitOptions(**options)
     how.check()
@@ -173,7 +174,8 @@ def check_head_weights(model: Any, name: str, adapter_path: str | None) -> None:
 
 def open_work(work: Path, source: Any) -> None:
     """Make the folder of recorded states, or raise an MTPError if an existing one is for other texts or another model."""
-    file, wanted = work / "fit.json", json.dumps({"digest": hashlib.sha256(repr(source).encode()).hexdigest()})
+    file = work / "fit.json"
+    wanted = json.dumps({"digest": hashlib.sha256(repr(source).encode()).hexdigest()})
     if file.exists() and file.read_bytes() != wanted.encode():
         raise MTPError(f"{work} was recorded with other arguments or texts: repeat them, or delete it.")
     work.mkdir(parents=True, exist_ok=True)
@@ -184,7 +186,8 @@ def write_checkpoint(
     target: Path, source: CheckpointReader, model: Any, adapter_path: str | None, record: dict[str, Any], table: str
 ) -> None:
     """Write a folder with the model's files of ``source``, the head, and a card with ``record`` and ``table``."""
-    name, fetched = source.name, model.fetched_head
+    name = source.name
+    fetched = model.fetched_head
     config: Config = check_config(source.config, name)
     own = {"source": name, "revision": source.revision}
     origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)

@@ -91,7 +91,9 @@ def split(texts: Sequence[Document], how: FitOptions) -> Split:
     rng.shuffle(sources)
     n_valid = max(1, round(HELD_OUT * len(sources)))
     n_test = max(n_valid, min(MIN_TEST, len(sources) // 3))
-    test, valid, train = set(sources[:n_test]), set(sources[n_test:][:n_valid]), set(sources[n_test + n_valid :])
+    test = set(sources[:n_test])
+    valid = set(sources[n_test:][:n_valid])
+    train = set(sources[n_test + n_valid :])
 
     def part(names: set[str]) -> list[Document]:
         chosen = [text for text in texts if text.source in names]
@@ -120,7 +122,8 @@ def prepare(model: Any, tokenizer: TokenizerWrapper, parts: Split, how: FitOptio
 
 
 def describe(parts: Split, how: FitOptions, iters: int) -> dict[str, Any]:
-    n_tokens, n_sources = sum(len(text.tokens) for text in parts.train), len({text.source for text in parts.train})
+    n_tokens = sum(len(text.tokens) for text in parts.train)
+    n_sources = len({text.source for text in parts.train})
     what = "of the user's files" if how.corpus is not None else "of its own answers"
     return {
         "trained_on": f"{n_tokens:,} tokens {what} ({n_sources:,} sources), {iters} iterations, {how.drafts} drafts",

@@ -55,7 +55,8 @@ class DraftLoss:
     """
 
     def __init__(self, embedding: nn.Module, output_layer: nn.Module, n_drafts: int):
-        self.embedding, self.n_drafts = embedding, n_drafts
+        self.embedding = embedding
+        self.n_drafts = n_drafts
         self.output_layer: Any = output_layer
         dtype = (output_layer.scales if "scales" in output_layer else output_layer.weight).dtype
         self.dtype = mx.float32 if dtype == mx.float16 else dtype  # in which the gradients of many positions would be 0
@@ -71,10 +72,14 @@ class DraftLoss:
         spans: mx.array,  # the number of tokens in a text's prompt, and in the whole text, [B, 2]
     ) -> tuple[mx.array, mx.array]:
         """The mean divergence of a draft in nats, weighted by position; the number of positions."""
-        at, out, cache = mx.arange(tokens.shape[1]), hidden, DraftKVCache()
-        n_prompt, length = spans[:, :1], spans[:, 1:]
+        at = mx.arange(tokens.shape[1])
+        out = hidden
+        cache = DraftKVCache()
+        n_prompt = spans[:, :1]
+        length = spans[:, 1:]
         answered = at >= n_prompt - 1  # [B, T]: drafts begin at the last token of the prompt
-        losses, n_counted = [], []
+        losses = []
+        n_counted = []
         for d in range(1, self.n_drafts + 1):
             # The input of position i is token i + d. `roll` moves tokens from the front to positions that do not count.
             out = mtp(self.embedding(mx.roll(tokens, -d, 1)), out, cache)  # [B, T, H]
@@ -105,7 +110,9 @@ class DraftLoss:
 
 def train(model: Any, parts: Split, how: FitOptions, work: Path) -> int:
     """Record the texts, and train the head of a model, which keeps its dtype. Return the iterations of the best head."""
-    folder, n, length = work / "states", how.batch_size, how.max_seq_length
+    folder = work / "states"
+    n = how.batch_size
+    length = how.max_seq_length
     train_files = record(model, parts.train, folder, "train", n, length)
     valid_files = record(model, parts.valid, folder, "valid", n, length)
     dtypes = tree_map(lambda p: p.dtype, model.mtp.parameters())
@@ -165,13 +172,16 @@ class Best(TrainingCallback):
     """Keeps the head with the lowest validation loss, its ``weights`` after ``iters`` iterations, and all ``losses``."""
 
     def __init__(self, mtp: nn.Module):
-        self.mtp, self.out = mtp, sys.stdout
+        self.mtp = mtp
+        self.out = sys.stdout
         self.iters, self.weights, self.losses = 0, dict(tree_flatten(mtp.trainable_parameters())), list[float]()
 
     def on_val_loss_report(self, val_info: dict[str, Any]) -> None:
-        iters, loss = val_info["iteration"], val_info["val_loss"]
+        iters = val_info["iteration"]
+        loss = val_info["val_loss"]
         if loss < min(self.losses, default=math.inf):
-            self.weights, self.iters = dict(tree_flatten(self.mtp.trainable_parameters())), iters
+            self.weights = dict(tree_flatten(self.mtp.trainable_parameters()))
+            self.iters = iters
         self.losses.append(loss)
         tqdm.write(f"[INFO] Iteration {iters}: validation loss {loss:.3f}", self.out)
 
@@ -180,7 +190,8 @@ def train_head(
     mtp: nn.Module, loss: DraftLoss, train_files: Sequence[Path], valid_files: Sequence[Path], how: FitOptions
 ) -> Best:
     """Train the unfrozen weights of a head, and leave it with the lowest validation loss. Ctrl-C ends the training alone."""
-    best, warmup = Best(mtp), max(how.iters // 20, 1)
+    best = Best(mtp)
+    warmup = max(how.iters // 20, 1)
     decay = [how.learning_rate, max(how.iters - warmup, 1), how.learning_rate / 100]
     schedule = build_schedule({"name": "cosine_decay", "arguments": decay, "warmup": warmup})
     optimizer = optim.AdamW(learning_rate=schedule, betas=list(BETAS), bias_correction=True)

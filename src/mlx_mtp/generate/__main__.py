@@ -50,7 +50,8 @@ def main() -> None:
             image_prompt = read_images(vision_of(model), prompt, args.image)
             prompt, options["input_embeddings"] = image_prompt.tokens, image_prompt.embed(model)
             options["prompt_cache"] = image_prompt.cache(model, options["prompt_cache"])
-        text_options, stop_tokens = arguments.text_options(args), tokenizer.eos_token_ids
+        text_options = arguments.text_options(args)
+        stop_tokens = tokenizer.eos_token_ids
         result = check(model, mx.array(prompt), text_options, stop_tokens=stop_tokens, **options)
         print(result.report(tokenizer))
         sys.exit(0 if result.passed else 1)

@@ -81,14 +81,16 @@ def check(
         return model.make_cache() if prompt_cache is None else copy.deepcopy(prompt_cache)
 
     kv = KVOptions(**{name: value for name, value in options.items() if name in KV_NAMES})
-    caches, of_plain = backbone_caches(), options.copy()
+    caches = backbone_caches()
+    of_plain = options.copy()
     if kv.kv_bits is not None:  # whose places are those of mlx-lm's own chunks
         of_plain.pop("prefill_step_size", None)
     plain = generate_step(
         prompt, model, max_tokens=max_tokens, prompt_cache=caches, logits_processors=[keep], **of_plain
     )
     mtp = mtp_generate_step(prompt, model, options=text, prompt_cache=copy.deepcopy(prompt_cache), **options)
-    same, pair = list[int](), None
+    same = list[int]()
+    pair = None
     with closing(plain), closing(mtp):
         for (a, *_), (b, *_) in zip(plain, mtp):
             if a != b:
@@ -104,7 +106,8 @@ def check(
     rounding = 0.0  # the token after the prompt comes from one pass in both
     if same:
         resolved = text.resolve(model.draft_settings.tuned, has_head(model))
-        k, copies = resolved.num_draft_tokens, resolved.copy_drafts
+        k = resolved.num_draft_tokens
+        copies = resolved.copy_drafts
         n_copies = MAX_COPY_TOKENS if copies == "auto" else copies if isinstance(copies, int) else 0
         size = min(
             1 + max(k if isinstance(k, int) else MAX_DRAFT_TOKENS, n_copies), model.device.max_window(kv.kv_bits) or 1
@@ -115,7 +118,8 @@ def check(
                 pass
             rounding = max(rounding, float(mx.abs(row - _run_in_windows(model, caches, same, n, kv)).max()))
     (second, first), (a, b) = mx.sort(row)[-2:], pair
-    windows, same_bits = "", model.device.same_bits
+    windows = ""
+    same_bits = model.device.same_bits
     if same_bits is not None:
         equal = f"and are equal up to rounding up to {model.device.max_window(None)} tokens."
         windows = f"\nOn this device, windows have the same bits as plain decoding up to {same_bits} tokens, {equal}"
@@ -126,7 +130,8 @@ def _run_in_windows(model: nn.Module, caches: list[Any], tokens: list[int], size
     """Plain mlx-lm's logits [V] after the tokens in the caches and these tokens, run ``size`` at a time."""
     # The last window is padded with its last token, which does not affect the tokens before.
     n_filled = -len(tokens) % size
-    filled, compiler = mx.array(tokens + tokens[-1:] * n_filled), Compiler()
+    filled = mx.array(tokens + tokens[-1:] * n_filled)
+    compiler = Compiler()
     with mx.stream(generation_stream):
         for window in mx.split(filled, filled.size // size):  # [size]
             maybe_quantize_kv_cache(caches, **vars(kv))

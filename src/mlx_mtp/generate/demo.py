@@ -24,7 +24,8 @@ class Stack:
     """A stack of items."""
 
     def __init__('''
-PLAIN, DRAFTED = "plain mlx-lm", "with drafts"
+PLAIN = "plain mlx-lm"
+DRAFTED = "with drafts"
 ROUNDS = 3  # the runs of the median speeds are shown
 Run = list[GenerationResponse]
 
@@ -50,7 +51,8 @@ def main() -> None:
     print(paint(prompt, "prompt"), end="" if is_demo else "\n\n")
     print("".join(paint(r.text, r.source) for r in drafted) + "\n")
     ratio = speed(drafted) / speed(plain)
-    last, counts = drafted[-1], Counter(r.source for r in drafted)
+    last = drafted[-1]
+    counts = Counter(r.source for r in drafted)
     for source in ("model", *last.counts):
         name = "the model's own" if source == "model" else source_of(source)[0]
         made, accepted = map(sum, last.counts.get(source, ((), ())))

@@ -121,7 +121,8 @@ def stream_generate(
     if isinstance(prompt, str):  # encoded as in mlx-lm
         add_special_tokens = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    ids, image_prompt = token_ids(tokens, model), None
+    ids = token_ids(tokens, model)
+    image_prompt = None
     if images:
         image_prompt = read_images(vision_of(model), ids, images)
         ids = image_prompt.tokens

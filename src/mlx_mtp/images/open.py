@@ -83,7 +83,8 @@ def _open(source: "Source", name: str | None) -> "tuple[Image, str]":
     if isinstance(source, str) and is_data_url(source):
         source = decode_url(source, name or "The image")
     elif isinstance(source, str | Path):
-        name, file = name or str(source)[:200], Path(source)
+        name = name or str(source)[:200]
+        file = Path(source)
         if not file.exists():
             raise MTPFileNotFoundError(f"There is no image {name}.")
         if not file.is_file():
@@ -163,7 +164,8 @@ class Processor:
 
         given = {key: value for key, value in settings.items() if value is not None}
         self._smart_resize, self._theirs = smart_resize, Qwen2VLImageProcessorPil.from_dict(PUBLISHED | given)
-        self.patch_size, self.merge_size = self._theirs.patch_size, self._theirs.merge_size
+        self.patch_size = self._theirs.patch_size
+        self.merge_size = self._theirs.merge_size
         self.temporal_patch_size = self._theirs.temporal_patch_size
         try:
             with np.errstate(all="ignore"):
@@ -175,7 +177,8 @@ class Processor:
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """The rows and columns of image tokens of an image with these sides in pixels."""
-        side, size = self.patch_size * self.merge_size, self._theirs.size
+        side = self.patch_size * self.merge_size
+        size = self._theirs.size
         h, w = self._smart_resize(height, width, side, size.shortest_edge, size.longest_edge)
         return h // side, w // side
 

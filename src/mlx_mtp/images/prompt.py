@@ -20,10 +20,12 @@ from ..errors import MTPError
 from .open import is_data_url, size_of
 from .tower import Vision
 
-IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
 PLACEHOLDER = f"<|vision_start|>{IMAGE_TOKEN}<|vision_end|>"
 # Stand for an image, and for a place where a text is cut, until it is tokenized. Clients cannot guess them.
-MARK, CUT = f"<|image {secrets.token_hex(16)}|>", f"cut{secrets.token_hex(16)}"
+MARK = f"<|image {secrets.token_hex(16)}|>"
+CUT = f"cut{secrets.token_hex(16)}"
 LEFT_OUT = "[image left out]"  # in place of an image of an earlier turn that cannot be read
 # Where to cut a quoted placeholder, so that it is tokenized as ordinary text.
 INSIDE_PLACEHOLDER = re.compile(rf"(?<=<\|)(?=(?:image_pad|video_pad|vision_start|vision_end)\|>)|{CUT}")
@@ -69,7 +71,8 @@ class ImageEmbeddings:
     PIECES = 4  # pieces in the time of a call: more keep the time better, but wait for the device more often
 
     def __init__(self, prompt: ImagePrompt, model: Any, begin: int = 0):
-        self.prompt, self.begin = prompt, begin
+        self.prompt = prompt
+        self.begin = begin
         self.array: mx.array = model.model.embed_tokens(mx.array(prompt.tokens[begin:]))
         self.size = 0.0  # multiplications of the next piece
         self.speed: float | None = None  # multiplications a second
@@ -81,13 +84,15 @@ class ImageEmbeddings:
     def advance(self, seconds: float) -> bool:
         """Compute for about this time -> whether the array is complete."""
         now = time.perf_counter()
-        end, share = now + seconds, seconds / self.PIECES
+        end = now + seconds
+        share = seconds / self.PIECES
         while seconds == math.inf or now <= end - share:
             self.size = self.FIRST if self.speed is None else self.speed * share
             done = next(self.pieces, None)
             if done is None:
                 return True
-            start, now = now, time.perf_counter()
+            start = now
+            now = time.perf_counter()
             speed = done / max(now - start, 1e-9)
             self.speed = speed if self.speed is None else min(speed, self.GROWTH * self.speed)
         return False
@@ -95,11 +100,11 @@ class ImageEmbeddings:
     def _pieces(self) -> Iterator[int]:
         for image, pixels in zip(self.prompt.images, self.prompt.pixel_values):
             if image.end > self.begin:
-                vision, size = self.prompt.vision, lambda: self.size
-                found = yield from vision.tower.pieces(pixels, size)
+                vision = self.prompt.vision
+                found = yield from vision.tower.pieces(pixels, lambda: self.size)
                 if vision.dtype is not None and not mx.isfinite(found).all():
                     vision.keep_own_type()
-                    found = yield from vision.tower.pieces(pixels, size)
+                    found = yield from vision.tower.pieces(pixels, lambda: self.size)
                 found = found[max(self.begin - image.start, 0) :].astype(self.array.dtype)
                 self.array[max(image.start - self.begin, 0) : image.end - self.begin] = found
         mx.eval(self.array)  # here, not in the thread and stream that prefill the prompt
@@ -128,11 +133,14 @@ def read_pixels(
         raise MTPError(f"The prompt has {VIDEO_TOKEN}, and videos are not supported: send single images.")
     if (n := list(tokens).count(placeholder)) != len(images):
         raise MTPError(f"The prompt has {n} placeholders {PLACEHOLDER} for {len(images)} images: write one for each.")
-    n_tokens, n_pixels, sizes = 0, 0, dict[int, tuple[int, int]]()
+    n_tokens = 0
+    n_pixels = 0
+    sizes = dict[int, tuple[int, int]]()
     for i, image in enumerate(images, 1):
         with reading(i - 1):
             size = sizes[i - 1] = size_of(image, _name(image, i))
-            n_tokens, n_pixels = n_tokens + math.prod(vision.processor.grid(*size)), n_pixels + math.prod(size)
+            n_tokens = n_tokens + math.prod(vision.processor.grid(*size))
+            n_pixels = n_pixels + math.prod(size)
         for count, maximum, unit in ((n_tokens, max_tokens, "tokens"), (n_pixels, max_pixels, "pixels")):
             if maximum is not None and count > maximum:
                 many = f"The images up to number {i} have more than {maximum} {unit}"
@@ -152,7 +160,8 @@ def read_pixels(
 
 def place_pixels(vision: Vision, tokens: Sequence[int], pixel_values: list[mx.array]) -> ImagePrompt:
     """The prompt with these patches for the images of ``tokens``, which has ``<|image_pad|>`` once for each."""
-    expanded, spans = list[int](), list[ImageSpan]()
+    expanded = list[int]()
+    spans = list[ImageSpan]()
     for token in tokens:
         n = 1
         if token == vision.config["image_token_id"]:

@@ -85,14 +85,16 @@ class LayerNorm(nn.LayerNorm):
 class Attention(nn.Module):
     def __init__(self, args: VisionArgs):
         super().__init__()
-        self.num_heads, self.head_dim = args.num_heads, args.head_dim
+        self.num_heads = args.num_heads
+        self.head_dim = args.head_dim
         self.qkv = nn.Linear(args.hidden_size, 3 * args.hidden_size)
         self.proj = nn.Linear(args.hidden_size, args.hidden_size)
 
     def heads(self, qkv: mx.array, cos: mx.array, sin: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries, keys and values of N patches, [N, 3 D] -> [1, H, N, d] each, padded to a width of MLX's fused attention"""
         q, k, v = qkv.reshape(1, len(qkv), 3, self.num_heads, self.head_dim).transpose(2, 0, 3, 1, 4)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         if (fused := next((d for d in FUSED_HEAD_DIMS if d >= self.head_dim), self.head_dim)) > self.head_dim:
             zeros = [(0, 0)] * 3 + [(0, fused - self.head_dim)]
             q, k, v = (mx.pad(a, zeros) for a in (q, k, v))  # changes neither scores nor sums
@@ -170,10 +172,12 @@ class VisionTower(nn.Module):
         """
         rows, columns = self._check(pixel_values)
         m = self.args.spatial_merge_size
-        y, x = mx.arange(rows * m, dtype=mx.float32), mx.arange(columns * m, dtype=mx.float32)
+        y = mx.arange(rows * m, dtype=mx.float32)
+        x = mx.arange(columns * m, dtype=mx.float32)
         grid = mx.broadcast_arrays(y.reshape(rows, 1, m, 1), x.reshape(1, columns, 1, m))
         y, x = (positions.flatten() for positions in grid)  # of each patch, token by token
-        patches, D = pixel_values.reshape(-1, self.args.patch_dim), self.args.hidden_size
+        patches = pixel_values.reshape(-1, self.args.patch_dim)
+        D = self.args.hidden_size
         cost = self.args.patch_dim * D
         h = yield from _in_pieces(len(patches), size, cost, lambda i: self._embed(patches[i]))  # [N, D]
         h = h + self._position_embeddings(y, x, rows, columns).astype(h.dtype)
@@ -195,7 +199,8 @@ class VisionTower(nn.Module):
         return self.merger(self.merger.norm(x).reshape(-1, self.merged))
 
     def _check(self, pixel_values: mx.array) -> tuple[int, int]:
-        shape, merged = pixel_values.shape, self.args.spatial_merge_size**2
+        shape = pixel_values.shape
+        merged = self.args.spatial_merge_size**2
         if len(shape) != 4 or shape[2:] != (merged, self.args.patch_dim) or 0 in shape:
             raise MTPError(f"An image must be [rows, columns, {merged}, {self.args.patch_dim}], not {list(shape)}.")
         if (n := shape[0] * shape[1] * merged) > MAX_PATCHES:
@@ -208,7 +213,8 @@ class VisionTower(nn.Module):
 
     def _position_embeddings(self, y: mx.array, x: mx.array, rows: int, columns: int) -> mx.array:
         """The square position table at each patch, bilinear between its corners and an image's: [N, D] in float32."""
-        m, side = self.args.spatial_merge_size, math.isqrt(self.args.num_position_embeddings)
+        m = self.args.spatial_merge_size
+        side = math.isqrt(self.args.num_position_embeddings)
         total: Any = 0
         for i, wy in _taps(y, rows * m, side):
             for j, wx in _taps(x, columns * m, side):
@@ -227,7 +233,8 @@ def _in_pieces(
     n: int, size: Size, cost: int, compute: Callable[[slice], mx.array], max_size: int = MAX_PATCHES
 ) -> Generator[int, None, mx.array]:
     """Compute n rows, which take ``cost`` multiplications each, some at a time -> all of them, [n, ...]"""
-    out, i = [], 0
+    out = []
+    i = 0
     while i < n:
         k = min(n, i + max_size, i + max(int(min(size() / cost, n)), 1))
         out.append(compute(slice(i, k)))
@@ -254,7 +261,8 @@ def split_tower(weights: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
 
 def make_tower(args: VisionArgs, weights: Mapping[str, mx.array]) -> VisionTower:
     """A tower with these tensors, in either layout, which are read when they are used; an MTPError if they do not fit."""
-    tower, tensors = VisionTower(args), dict(weights)
+    tower = VisionTower(args)
+    tensors = dict(weights)
     if any(name.endswith(".scales") for name in tensors):
         raise MTPError("The vision encoder is quantized: graft the base model's, in bfloat16.")
     channels_first = (args.in_channels, args.temporal_patch_size, args.patch_size, args.patch_size)
@@ -275,7 +283,9 @@ class Vision:
     """The images of a model, ``model.vision``: of a checkpoint's folder, config.json and files with the tower's tensors."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], files: Sequence[str]):
-        self.folder, self.config, self.files = folder, config, files
+        self.folder = folder
+        self.config = config
+        self.files = files
         self.dtype: mx.Dtype | None = None  # that of the model, if it has 16 bits; None: as the tower is stored
 
     @cached_property
@@ -331,7 +341,8 @@ class Vision:
     @cached_property
     def _args(self) -> VisionArgs:
         try:
-            args, n = VisionArgs.from_dict(self.config["vision_config"]), self.config["text_config"]["hidden_size"]
+            args = VisionArgs.from_dict(self.config["vision_config"])
+            n = self.config["text_config"]["hidden_size"]
         except (KeyError, TypeError) as e:  # text in place of a number
             raise MTPError(f"The vision_config of {self.folder} is not usable ({e!r}): is it as published?") from e
         if args.out_hidden_size != n:

@@ -61,7 +61,8 @@ class Folder:
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_DISK_BYTES):
-        self.path, self.max_bytes = path.expanduser(), max_bytes
+        self.path = path.expanduser()
+        self.max_bytes = max_bytes
         # By name, the least recently used first. A file comes before the one that it continues.
         self.files: OrderedDict[str, File] = OrderedDict()
         self.n_users = 0  # stores; the last one to close gives up the folder
@@ -182,7 +183,9 @@ class Disk:
     """The threads between a store and its folder: no other thread waits for the disk. A lock protects the store's forest."""
 
     def __init__(self, folder: Folder, forest: Forest, lock: "threading.RLock"):
-        self.folder, self.forest, self._lock = folder, forest, lock
+        self.folder = folder
+        self.forest = forest
+        self._lock = lock
         self.bytes_written = self.bytes_read = 0  # by this store
         self._touched: set[str] = set()
         self._wake = threading.Event()
@@ -201,7 +204,8 @@ class Disk:
 
     def in_reader(self, call: Callable[[], None], timeout: float) -> None:
         """Make a call in the thread that reads, and wait for it while files arrive, at most ``timeout`` seconds for each."""
-        is_done, n = threading.Event(), self.bytes_read
+        is_done = threading.Event()
+        n = self.bytes_read
         self._jobs.put((call, is_done))
         while not is_done.wait(timeout) and n != self.bytes_read:
             n = self.bytes_read
@@ -242,7 +246,8 @@ class Disk:
         while not is_last:
             self._wake.wait()
             self._wake.clear()
-            is_last, n_bytes = self._deadline is not None, self.bytes_written
+            is_last = self._deadline is not None
+            n_bytes = self.bytes_written
             try:
                 while self._touched:
                     self.folder.touch(self._touched.pop())
@@ -263,7 +268,8 @@ class Disk:
             if (found := self._find_next(is_last)) is None:
                 return False
             node, stored = found
-            is_span, arrays = stored is node.span, stored.arrays
+            is_span = stored is node.span
+            arrays = stored.arrays
             key = self.forest.keys[next(format for format, r in self.forest.roots.items() if r is node.path()[0])]
         assert node.parent is not None
         parent = node.parent.span if is_span else node.span

@@ -102,7 +102,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         """
         if timeout > 0:
             self.load(tokens, kv, timeout)
-        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
+        text = np.asarray(tokens, np.int64)
+        kv = _quantized(kv)
         with self._lock:
             self._prepare(kv)
             self._forest.now += 1
@@ -110,7 +111,9 @@ class PromptStore(AbstractContextManager["PromptStore"]):
                 return Prefix(make_prompt_cache(self.model), 0, None)
             format, node = found
             snapshot, *spans = (stored for _, stored in _parts(node))
-            node.used, node.uses, held = self._forest.now, node.uses + 1, [span.arrays for span in spans]
+            node.used = self._forest.now
+            node.uses = node.uses + 1
+            held = [span.arrays for span in spans]
             entries = arrays.make_cache(self.model, format, text[: node.length], held, snapshot.arrays)
         if self.disk is not None:
             self.disk.wake([snapshot, *spans[::-1]])
@@ -122,7 +125,9 @@ class PromptStore(AbstractContextManager["PromptStore"]):
         Args:
             timeout (float): Seconds to wait for each file. After that the text is as good as not on disk.
         """
-        text, kv, disk = np.asarray(tokens, np.int64), _quantized(kv), self.disk
+        text = np.asarray(tokens, np.int64)
+        kv = _quantized(kv)
+        disk = self.disk
         if disk is not None and self._first_missing(text, kv) is not None:
             disk.in_reader(lambda: self._load(disk, text, kv), timeout)
 
@@ -152,7 +157,8 @@ class PromptStore(AbstractContextManager["PromptStore"]):
             MTPError: The cache belongs to another model, or to other tokens.
             RuntimeError: A pass has failed on the GPU. The texts in memory are dropped, and nothing is written.
         """
-        text, kv = np.asarray(tokens, np.int64), _quantized(kv)
+        text = np.asarray(tokens, np.int64)
+        kv = _quantized(kv)
         with self._lock:
             self._prepare(kv)
             cache = open_prompt_cache(self.model, list(prompt_cache))
@@ -267,7 +273,8 @@ def cuts_of(tokenizer: TokenizerWrapper, tokens: Sequence[int], n_common: int) -
 
 def message_ends(tokens: Sequence[int], opening: Sequence[int]) -> list[int]:
     """The positions where messages end and the next one begins, by the tokens of one of the ``OPENINGS``."""
-    text, n = np.asarray(tokens), len(opening)
+    text = np.asarray(tokens)
+    n = len(opening)
     if n == 0 or len(text) < n:
         return []
     opens = np.lib.stride_tricks.sliding_window_view(text, n) == np.asarray(opening)

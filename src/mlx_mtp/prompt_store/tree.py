@@ -59,7 +59,9 @@ class Node:
     """A part of a text: its tokens [n], and their keys and values. The root has no parent."""
 
     def __init__(self, tokens: Tokens, parent: "Node | None", span: StoredArrays):
-        self.tokens, self.parent, self.span = tokens, parent, span
+        self.tokens = tokens
+        self.parent = parent
+        self.span = span
         self.snapshot = StoredArrays(None, 0)  # the states after its last token
         self.children: list[Node] = []
         self.used = self.uses = 0  # the time at which its snapshot was last used, in requests, and how often it was
@@ -69,7 +71,8 @@ class Node:
             parent.children.append(self)
 
     def path(self) -> "list[Node]":
-        nodes, node = [self], self.parent
+        nodes = [self]
+        node = self.parent
         while node is not None:
             nodes.append(node)
             node = node.parent

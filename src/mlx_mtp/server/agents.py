@@ -62,7 +62,8 @@ def codex(to: ServerAddress) -> ClientSettings:
     values |= {f"{provider}.env_key": None if to.key is None else KEY_VARIABLE}
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None]  # also TOML
     variables = {} if to.key is None else {KEY_VARIABLE: to.key}
-    text, arguments = "\n".join(lines) + "\n", tuple(word for line in lines for word in ("-c", line))
+    text = "\n".join(lines) + "\n"
+    arguments = tuple(word for line in lines for word in ("-c", line))
     return ClientSettings(f"codex --profile {NAME}", variables, f".codex/{NAME}.config.toml", text, arguments)
 
 

@@ -94,7 +94,8 @@ APIS: dict[str, type[Body]] = {
 
 
 def make_app(frontend: Frontend) -> FastAPI:
-    options, endpoints = frontend.options, Endpoints(frontend)
+    options = frontend.options
+    endpoints = Endpoints(frontend)
     errors = dict.fromkeys((ApiError, MTPError, HTTPException), error_response)
     common: dict[str, Any] = {"dependencies": [Depends(endpoints.authorize)], "exception_handlers": errors}
     common |= {"docs_url": None, "redoc_url": None, "redirect_slashes": False}  # these pages load from a CDN
@@ -151,7 +152,8 @@ class Endpoints:
     def generate(self, api: type[Body]) -> Callable[[HTTPRequest], Awaitable[Response]]:
         async def endpoint(http: HTTPRequest) -> Response:
             body, request = await self._read(http, api)
-            max_queue, waiting = self.frontend.options.max_queue, self.frontend.waiting
+            max_queue = self.frontend.options.max_queue
+            waiting = self.frontend.waiting
             if max_queue is not None and len(waiting) >= max_queue:
                 raise ApiError(429, f"{max_queue} requests are waiting: try again later.", code="rate_limit_exceeded")
             waiting[request.number] = Waiting(0, 0)
@@ -172,7 +174,8 @@ class Endpoints:
 
     async def _read(self, http: HTTPRequest, api: type[Body]) -> tuple[Any, Request]:
         """The body and the request in it; an ApiError if it is too large, slow, incomplete or invalid."""
-        raw, encoding = bytearray(), ",".join(http.headers.getlist("Content-Encoding"))
+        raw = bytearray()
+        encoding = ",".join(http.headers.getlist("Content-Encoding"))
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 async for piece in http.stream():  # to its end: a client reads the answer after it has sent all
@@ -238,7 +241,8 @@ class Endpoints:
         return [*models.served, *(await in_thread(cached_models) if self.frontend.options.allow_any_model else [])]
 
     def _describe(self, name: str) -> Json:
-        created, path = self.frontend.created, self.frontend.models.resolve(name)
+        created = self.frontend.created
+        path = self.frontend.models.resolve(name)
         about = {"id": name, "object": "model", "created": created, "owned_by": "mlx_mtp"}
         about |= {"type": "model", "display_name": name, "lifecycle": "active"}
         about["instance"] = self.frontend.options.instance  # by which ``mlx_mtp launch`` finds it again
@@ -255,7 +259,8 @@ class Endpoints:
 def decoded(raw: bytes | bytearray, encoding: str) -> bytes | bytearray:
     """A body of this Content-Encoding. An ApiError: 415 for an unknown one, 400 for data not in it, 413 for too much."""
     names = [name for x in encoding.split(",") if (name := x.strip().lower()) not in ("", "identity")]
-    coding, body = ", ".join(names).removeprefix("x-"), raw
+    coding = ", ".join(names).removeprefix("x-")
+    body = raw
     if coding and coding not in CODINGS:
         raise ApiError(415, f"Content-Encoding: {encoding[:100]} is not supported: send {ACCEPTED} or none.")
     if coding and 0 < len(raw) <= MAX_BODY:
@@ -304,7 +309,8 @@ def parse_json(raw: bytes | bytearray) -> Json:
             raise ApiError(400, f"Invalid JSON in request body: {error}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "Request should be a JSON dictionary")
-    n, parts = 0, [body]
+    n = 0
+    parts = [body]
     while parts:
         part = parts.pop()
         for found in (part[name] for name in LISTS if isinstance(part.get(name), list)):
@@ -328,7 +334,9 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
     """Count responses by status, log each request in one line, give each an id, and add the headers of the page's files."""
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
-        status, path, id = "no response", scope.get("path", ""), new_id("req")
+        status = "no response"
+        path = scope.get("path", "")
+        id = new_id("req")
 
         async def count(message: Message) -> None:
             nonlocal status

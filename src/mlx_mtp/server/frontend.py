@@ -45,8 +45,11 @@ class Frontend:
     """Encodes prompts in threads of their own, so that no prompt delays other requests, and submits requests to the engine."""
 
     def __init__(self, options: Options, engine: Engine):
-        self.options, self.engine = options, engine
-        self.metrics, self.models, self.caches = engine.metrics, engine.admission.models, engine.admission.caches
+        self.options = options
+        self.engine = engine
+        self.metrics = engine.metrics
+        self.models = engine.admission.models
+        self.caches = engine.admission.caches
         self.created = int(time.time())
         self.waiting: dict[int, Waiting] = {}  # the progress of requests without a first token, by their numbers
 
@@ -110,7 +113,8 @@ class Frontend:
 
     async def _receive(self, items: Items, n: int) -> AsyncIterator[tuple[int, Any]]:
         """Yield the items of n requests, and ``None`` at the end of each; of the progress, the latest every few seconds."""
-        progress, due = None, math.inf
+        progress = None
+        due = math.inf
         while n > 0:
             if progress is not None and time.monotonic() >= due:
                 yield progress
@@ -126,7 +130,8 @@ class Frontend:
             if isinstance(item, Exception):
                 raise item
             if isinstance(item, Waiting):
-                progress, due = (i, item), min(due, time.monotonic() + KEEP_ALIVE)
+                progress = (i, item)
+                due = min(due, time.monotonic() + KEEP_ALIVE)
                 continue
             yield i, item
             n -= item is None
@@ -167,8 +172,12 @@ class GeneratedResponse(Response):
 
     def __init__(self, frontend: Frontend, choices: list[Request], writer: Writer, is_stream: bool):
         super().__init__()
-        self.frontend, self.choices, self.writer, self.is_stream = frontend, choices, writer, is_stream
-        self.waiting, self.number = frontend.waiting, choices[0].number
+        self.frontend = frontend
+        self.choices = choices
+        self.writer = writer
+        self.is_stream = is_stream
+        self.waiting = frontend.waiting
+        self.number = choices[0].number
         writer.usage = self._usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,7 +231,8 @@ class GeneratedResponse(Response):
 
     def _figures(self) -> str:
         """Those of the request's line in the log."""
-        usage, counts = self._usage(), [choice.counts for choice in self.choices]
+        usage = self._usage()
+        counts = [choice.counts for choice in self.choices]
         figures = [f"{usage.n_prompt} prompt tokens ({usage.n_cached} cached)", f"{usage.n_generated} output tokens"]
         figures.append(f"{time.perf_counter() - self.choices[0].arrived:.2f} s")
         if n_timed := sum(c.n_timed for c in counts):  # tokens of steps that compile nothing

@@ -39,7 +39,10 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -190,10 +193,13 @@ class Request:
 
     def begin_answer(self, tokenizer: Any, patience: float | None) -> None:
         """Make the parser of the answer, see ``AnswerReader``. Without tools, calls are text; of a text, all is."""
-        is_chat, prompt, schemas = self.request_type == "chat", self.encoded, None
+        is_chat = self.request_type == "chat"
+        prompt = self.encoded
+        schemas = None
         if is_chat and self.tools and tokenizer.has_tool_calling:
             schemas = {function["name"]: function.get("parameters") for function in functions_of(self.tools)}
-        think, format = think_marks(tokenizer) if is_chat else None, format_of(tokenizer) or QWEN
+        think = think_marks(tokenizer) if is_chat else None
+        format = format_of(tokenizer) or QWEN
         reader = AnswerReader(think, prompt.in_reasoning, schemas, patience, not self.streams, format)
         self.answer = Answer(reader, self.args.stop_words, is_chat, self.one_call, prompt.goes_on)
 
@@ -201,7 +207,8 @@ class Request:
         """A request for each answer, ``n`` to each of the prompts, this request first. Answer i has its seed plus i."""
         of_each = [prompt for prompt in prompts for _ in range(self.n)]
         again = [replace(self, prompt=prompt, n=1, number=next(numbers)) for prompt in of_each[1:]]
-        args, seed = self.args, self.args.seed
+        args = self.args
+        seed = self.args.seed
         for i, choice in enumerate([self, *again]):
             choice.args = replace(args, seed=None if seed is None else (seed + i) % 2**64)
         return [self, *again]

@@ -84,7 +84,9 @@ def run(args: argparse.Namespace, ranks: Ranks | None) -> None:
 
 
 def make_engine(options: Options, ranks: Ranks | None) -> Engine:
-    metrics, caches, account = Metrics(), Stores(options, ranks), Account(options.max_memory)
+    metrics = Metrics()
+    caches = Stores(options, ranks)
+    account = Account(options.max_memory)
     metrics.registry.register(caches)
     metrics["memory_limit_bytes"].set_function(lambda: account.limit)
     metrics["memory_held_bytes"].set_function(lambda: account.held)
@@ -96,7 +98,9 @@ def serve(options: Options, engine: Engine, sockets: list[socket.socket]) -> Non
     """Answer requests until an interrupt or an error of the generation thread, then end the open ones."""
     server = Server(options, engine)
     (_, port, *_), *_ = addresses = [s.getsockname() for s in sockets]
-    host, models, account = options.host, engine.admission.models, engine.admission.account
+    host = options.host
+    models = engine.admission.models
+    account = engine.admission.account
     if options.api_key is None and not all(ip_address(address).is_loopback for address, *_ in addresses):
         logging.warning(f"Anyone who can reach {host} can use the server: require a key with --api-key-file.")
     context = models.tokenizers[options.model].context_length or "unknown"
@@ -222,7 +226,8 @@ def main(log: Path | None = None) -> None:
     ranks = Ranks(group) if group.size() > 1 else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     args = parse(make_parser())
-    args.log, form = log, "%(asctime)s - %(levelname)s - %(message)s"
+    args.log = log
+    form = "%(asctime)s - %(levelname)s - %(message)s"
     logging.basicConfig(level=args.log_level, format=form, filename=log)
     if args.print_config is not None:  # stdout is redirected to the client's file
         options = check(args)

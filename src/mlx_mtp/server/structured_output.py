@@ -69,7 +69,8 @@ def from_fields(
     if len(asked) > 1:
         first, second, *_ = (output.param for output in asked)
         raise ApiError(400, f"{second} cannot be combined with {first}: send one of them.", param=second)
-    output, functions = required or next(iter(asked), None), functions_of(tools)
+    output = required or next(iter(asked), None)
+    functions = functions_of(tools)
     is_strict = any(f.get("strict") is True for f in functions)
     if output is None and (is_strict or 0 < len(tools) < len(all_tools)):
         output = StructuredOutput("strict" if is_strict else "tool_choice", calls=functions, is_required=False)
@@ -94,12 +95,14 @@ def _from_tool_choice(choice: Any, tools: list[Json]) -> tuple[StructuredOutput 
             raise ApiError(400, message, param="tool_choice")
     if kind in ("auto", "none"):
         return None, tools if kind == "auto" else []
-    calls, missing = functions_of(tools), "the request has no tools"
+    calls = functions_of(tools)
+    missing = "the request has no tools"
     if kind not in ("required", "any"):
         name = _name_of(choice) if kind in ("function", "tool", "custom") else None
         if not isinstance(name, str):
             raise ApiError(400, "tool_choice must be auto, none, required or a tool by its name.", param="tool_choice")
-        calls, missing = _named(calls, name), f"there is no tool {name[:50]!r}"
+        calls = _named(calls, name)
+        missing = f"there is no tool {name[:50]!r}"
     if not calls:
         raise ApiError(400, f"tool_choice requires a call, but {missing}.", param="tool_choice")
     return StructuredOutput("tool_choice", calls=calls), tools
@@ -126,7 +129,8 @@ def make_output_grammar(tokenizer: TokenizerWrapper, request: Request, in_reason
         format = format_of(tokenizer) or QWEN
         after = partial(start_of_calls, think=think_marks(tokenizer), in_reasoning=in_reasoning, format=format)
     if request.grammar is None:
-        grammar, calls = output.grammar, output.calls
+        grammar = output.grammar
+        calls = output.calls
         try:
             if calls and (not grammar or tokenizer.has_tool_calling):
                 text = f"{'SPACE? ' if after else ''}{rule_of(**grammar)}" if grammar else ""
@@ -149,7 +153,8 @@ class CallGrammar:
         if (format := format_of(tokenizer)) is None:
             raise MTPError("no grammar describes the calls of this model: leave it out")
         self.format = format
-        write, written = self._json_call if format.is_json else self._xml_call, format.written
+        write = self._json_call if format.is_json else self._xml_call
+        written = format.written
         tag, end = ("", _quote(END)) if format.is_json else (written.function and _quote(written.function), "")
         start = r"/\n{0,2}/ calls" if is_required else "calls"
         first = "(call | function)" if tag and not is_required else "call"
@@ -190,7 +195,8 @@ class CallGrammar:
     def _xml_call(self, name: str) -> str:
         """A call with a tag for each parameter, and strings without quotes."""
         written = self.format.written
-        properties, others = self.schema.properties(), self.schema.undeclared()
+        properties = self.schema.properties()
+        others = self.schema.undeclared()
         required = self.schema.required()
         more, can_end = "", True  # what may follow the parameters: a rule for further ones, or the end of the call
         if others and not self.is_strict:
@@ -233,7 +239,9 @@ class CallGrammar:
                 raise MTPError(f"{path} cannot be enforced: {error}")
             return f"({rule} {_quote(self.format.written.valued)} {self._rest(more, can_end)})"
         types = self.schema.types(schema)
-        text, texts, others = self._strings(schema), self.schema.texts(schema), types - STRING
+        text = self._strings(schema)
+        texts = self.schema.texts(schema)
+        others = types - STRING
         if self.is_strict:
             self._json(schema, types, path)  # an error if llguidance cannot enforce it
         if text == ANY_TEXT and (not self.is_strict or _is_plain(schema)):
@@ -258,7 +266,8 @@ class CallGrammar:
 
     def _text(self, text: str, key: str, more: str, can_end: bool, is_listed: bool = False) -> str:
         """The rule of a text and what follows it. Only a text without conditions may quote calls."""
-        format, is_free = self.format, text == ANY_TEXT
+        format = self.format
+        is_free = text == ANY_TEXT
         ends = ({format.next_tags: more} if more else {}) | ({format.last_tags: ""} if can_end else {})
         if not is_listed:
             never = [x for x in format.never if not is_free or x not in (*ends, format.quoted)]
@@ -326,7 +335,8 @@ def _regex(pattern: str) -> str:
 def _is_read(text: str, types: frozenset[str], format: Format) -> bool:
     """Whether the parser reads this text of a parameter of these types as it is, before another parameter and at the end."""
     begin, function, named, parameter, keyed, valued, end, _ = format.written
-    value, more = f"{parameter}p{keyed}{text}{valued}", f"{parameter}q{keyed}{valued}"
+    value = f"{parameter}p{keyed}{text}{valued}"
+    more = f"{parameter}q{keyed}{valued}"
     calls = [f"{begin}{function}f{named}{parameters}{end}" for parameters in (value + more, value)]
     parser = ToolCallParser({"f": {"properties": {"p": {"type": sorted(types)}, "q": {"type": "string"}}}}, format)
     found = parser.add("\n".join(calls)) + parser.finish(cut=False)

@@ -70,7 +70,8 @@ def set_dtype(model: Any, dtype: str, prefers_float16: bool) -> bool:
 
 def check_float16(model: Any, tokenizer: TokenizerWrapper, name: str) -> None:
     """Raise a Float16Error if a weight of a model that was cast to float16, or a logit, is not finite, on any rank."""
-    ranks, parameters = getattr(model, "ranks", None), dict(tree_flatten(model.parameters()))
+    ranks = getattr(model, "ranks", None)
+    parameters = dict(tree_flatten(model.parameters()))
     # The bits of infinity and NaN are the largest of each sign; integers are fast on any device.
     are_finite = {
         path: (p.view(mx.int16).max() < 0x7C00) & (p.view(mx.uint16).max() < 0xFC00)

@@ -24,7 +24,8 @@ from ...memory import CHUNK
 QUERIES = (1, 2, 5, 9)
 TOKENS = (1, 4, 9, 64)  # of a recurrence
 PIECE, N_TIMES = 64, 3  # tokens of simple operations at a time, and runs of which the shortest counts
-NATIVE, OF_MLX_LM = "MLX", "mlx-lm"
+NATIVE = "MLX"
+OF_MLX_LM = "mlx-lm"
 SHORT, LONG = 1050, 4097  # numbers of keys, above those from which kernels divide them
 FAR = 7000  # keys that take long beside the launch of a kernel, in the memory that the head's keys take in another part
 SHORTER, BLOCK = 19, 16  # tokens by which the second row is shorter, and of a block that an indexer chooses
@@ -44,7 +45,8 @@ def shortest(call: Callable[[], Any]) -> float:
 
 def difference(a: mx.array, b: mx.array) -> float:
     """The largest difference of two arrays, as a share of the largest number of the second."""
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    a = a.astype(mx.float32)
+    b = b.astype(mx.float32)
     largest = mx.abs(b).max()
     furthest = mx.nan_to_num(mx.abs(a - b), nan=WRONG, posinf=WRONG).max()
     return float(mx.minimum(mx.where(largest > 0, furthest / largest, WRONG), WRONG))
@@ -73,7 +75,8 @@ def attention_differences(
     """
     Hq, Hkv, D = heads
     cache = SimpleNamespace()
-    key, this = mx.random.key(0), Pass(attention_rows=max_queries)
+    key = mx.random.key(0)
+    this = Pass(attention_rows=max_queries)
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
     queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
     keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
@@ -107,7 +110,8 @@ def seconds_of_a_key(
     keys, values = (mx.random.uniform(-1, 1, (1, Hkv, FAR, D), dtype, mx.random.key(i)) for i in range(2))
 
     def seconds(T: int, N: int) -> float:
-        queries, mask = mx.ones((1, Hq, T, D), dtype), None if T == 1 else "causal"
+        queries = mx.ones((1, Hq, T, D), dtype)
+        mask = None if T == 1 else "causal"
         of_n = keys[:, :, :N], values[:, :, :N]
         mx.eval(queries, *of_n)
         return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, this))
@@ -122,7 +126,8 @@ def _cases(T: int) -> Iterator[tuple[int, int, Any]]:
     """
     yield 1, SHORT, "causal"
     yield 1, LONG, "causal"
-    columns, at = mx.arange(SHORT), mx.arange(SHORT - T, SHORT)[:, None]
+    columns = mx.arange(SHORT)
+    at = mx.arange(SHORT - T, SHORT)[:, None]
     is_chosen = mx.repeat(mx.random.bernoulli(0.5, (T, SHORT // BLOCK + 1), key=mx.random.key(1)), BLOCK, axis=-1)
     is_last = columns >= BLOCK * ((at + 1) // BLOCK)  # in no complete block
     sparse = (is_chosen[:, :SHORT] | is_last) & (columns <= at)  # [T, N]
@@ -140,7 +145,8 @@ def recurrences(heads: RecurrentHeads, dtype: mx.Dtype) -> dict[str, dict[str, l
         found[OF_MLX_LM] = {}
     for T in (*TOKENS, *([CHUNK] if OF_MLX_LM in found else [])):
         inputs, state, mask = _inputs_of_recurrence(heads, dtype, T)
-        outs, end = [], state
+        outs = []
+        end = state
         for i in range(0, T, PIECE):  # since simple operations hold the state after each token
             of_piece = [x[:, i : i + PIECE].astype(mx.float32) for x in inputs]
             out, end = gated_delta_ops(*of_piece, end, None if mask is None else mask[:, i : i + PIECE])
@@ -167,7 +173,8 @@ def _inputs_of_recurrence(
 ) -> tuple[list[mx.array], mx.array, mx.array | None]:
     """Random q, k, v, g, beta of T tokens, a state and, of few tokens, two rows and a mask of which one row is shorter."""
     Hk, Hv, Dk, Dv = heads
-    B, shapes = 1 if T == 1 or T > PIECE else 2, ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
+    B = 1 if T == 1 or T > PIECE else 2
+    shapes = ((T, Hk, Dk), (T, Hk, Dk), (T, Hv, Dv), (T, Hv), (T, Hv), (Hv, Dv, Dk))
     q, k, v, g, beta, state = (mx.random.uniform(0, 1, (B, *s), key=mx.random.key(i)) for i, s in enumerate(shapes))
     q, k = ((x - 0.5) * (12 / Dk) ** 0.5 for x in (q, k))  # of a norm of about 1
     inputs = [*(x.astype(dtype) for x in (q, k, v)), 1 - 0.1 * g, beta.astype(dtype)]

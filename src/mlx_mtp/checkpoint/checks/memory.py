@@ -46,7 +46,8 @@ def check_memory(
         to_download = sizes_to_download(checkpoint.name, checkpoint.revision, checkpoint.model_files).values()
         if sum(to_download) <= account.left / 2:
             return bool(ngram_memory)  # it is checked after the download
-    tensors, name = model_tensors(checkpoint), checkpoint.name
+    tensors = model_tensors(checkpoint)
+    name = checkpoint.name
     if is_plain:  # without heads, towers and texts
         backbone = checkpoint.names.split(split_tower(tensors)[0])[0]
         _check_arrays(backbone, name)
@@ -85,7 +86,8 @@ def needs_of_checkpoint(
     dtype: str = AUTO,
     has_tower: bool = False,
 ) -> tuple[Needs, Sizes]:
-    config, head = check_config(checkpoint.config, checkpoint.name), Tensors()
+    config = check_config(checkpoint.config, checkpoint.name)
+    head = Tensors()
     language, tower = split_tower(without_tables(model_tensors(checkpoint))[0])
     backbone, _ = checkpoint.names.split(language)
     with suppress(MTPError, OSError):  # a head that cannot be used

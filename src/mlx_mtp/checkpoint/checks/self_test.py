@@ -40,7 +40,8 @@ from .dtype import Float16Error, dtype_of
 # A share of the largest number; wrong kernels miss by more.
 ROUNDING = {mx.float32: 0.01, mx.float16: 0.03, mx.bfloat16: 0.1}
 OF_QUANTIZED = 3  # as many times that of attention to quantized keys and values, whose sums may be rounded at each term
-UNQUANTIZED, KV_BITS = "unquantized", (8, 4)
+UNQUANTIZED = "unquantized"
+KV_BITS = (8, 4)
 WIDTHS = (*range(1, FEW + 2), MAX_WINDOW)  # tokens of windows
 ROLLED_BACK = 5  # tokens of a window that is rolled back
 HEAD_TOKENS = TEST_TOKENS - 64  # before drafts that may copy the head's keys and values, which grow by 256 tokens
@@ -138,7 +139,8 @@ class SelfTest:
         return {name: remedy for name, remedy in found.items() if remedy}
 
     def __str__(self) -> str:
-        names, n = ("compiled", "grouped", "rolled_back"), self.widest[None]
+        names = ("compiled", "grouped", "rolled_back")
+        n = self.widest[None]
         attention = (f"{bits} {max(of.values()):.2%}" for bits, of in self.attention.items())
         recurrence = [
             f"{name} {max(d for d, _ in of.values()):.2%}, {', '.join(f'{1e3 * s:.2f} ms of {n}' for n, (_, s) in of.items())}"
@@ -177,7 +179,9 @@ def _at_most(n_tokens: int) -> str:
 
 def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | None:
     """The result of a model's test on this machine, made once; ``None`` if it fails. What is wrong is off, or an error."""
-    file, key, before = "self-test.json", _key_of(model), model.device
+    file = "self-test.json"
+    key = _key_of(model)
+    before = model.device
     try:
         result = SelfTest(**kept(file, key))
     except TypeError:  # none, or that of another version
@@ -240,7 +244,8 @@ def _heads_of(model: Any) -> AttentionHeads:
 
 def _test_passes(model: Any, result: SelfTest) -> None:
     window = (mx.arange(MAX_WINDOW) * 613 + 7)[None] % model.vocab_size  # [1, 17]
-    rows, each = _prefilled(model, _prompt(model)[None]), list[mx.array]()
+    rows = _prefilled(model, _prompt(model)[None])
+    each = list[mx.array]()
     state = rows.state
     for t in range(MAX_WINDOW):
         each.append(rows.run(model, window[:, t : t + 1]))
@@ -249,7 +254,8 @@ def _test_passes(model: Any, result: SelfTest) -> None:
     alone = mx.concatenate(each, axis=1)  # plain decoding's logits, [1, 17, V]
 
     def logits(n: int, compiler: Compiler | None = None) -> mx.array:
-        rows.state, rows.in_flight = state, 0
+        rows.state = state
+        rows.in_flight = 0
         return rows.run(model, window[:, :n], n_confirmed=1, compiler=compiler)
 
     def of_window(n: int, compiler: Compiler | None = None) -> float:
@@ -297,7 +303,9 @@ def _test_head(model: Any, result: SelfTest) -> None:
 
 def _head_copies(model: Any) -> int:
     """How often drafts in one graph copy the head's keys and values, by the peak of memory. The design page says why."""
-    norm, cache, token = model.mtp.pre_fc_norm_hidden.weight, model.head_layer.make_cache(), mx.zeros((1, 1), mx.uint32)
+    norm = model.mtp.pre_fc_norm_hidden.weight
+    cache = model.head_layer.make_cache()
+    token = mx.zeros((1, 1), mx.uint32)
     hidden = run_head(model, mx.zeros((1, 1, norm.size), norm.dtype), token, cache)
     sizes = model.head_layer.row_sizes.values()
     cache.update_and_fetch(*(mx.zeros((1, H, HEAD_TOKENS, D), cache.keys.dtype) for H, D in sizes))
@@ -313,7 +321,8 @@ def _head_copies(model: Any) -> int:
 
 def _key_seconds(model: Any) -> dict[str, float]:
     """As in ``SelfTest``, without drafts and with ``N_DRAFTS``, each of which the head's layer attends for."""
-    device, n_layers = model.device, len(model.attention_layers)
+    device = model.device
+    n_layers = len(model.attention_layers)
     rows = pass_over(N_DRAFTS + 1, device, 1, None, None).attention_rows
     one, several = kernels.seconds_of_a_key(_heads_of(model), dtype_of(model), rows, device.fused, (1, N_DRAFTS + 1))
     return {"0": n_layers * one, str(N_DRAFTS): n_layers * several + N_DRAFTS * one}
@@ -342,13 +351,15 @@ class _EveryLength(Depth):
 def _step_seconds(model: Any, prompt: mx.array) -> tuple[list[float], float]:
     """See ``step_seconds``. None if plain steps, or all others, were not timed in ``MAX_SECONDS``."""
     width = model.device.max_window(None)
-    depth, end = _EveryLength(min(MAX_DRAFT_TOKENS, width - 1)), perf_counter() + MAX_SECONDS
+    depth = _EveryLength(min(MAX_DRAFT_TOKENS, width - 1))
+    end = perf_counter() + MAX_SECONDS
     steps = mtp_generate_step(prompt, model, max_tokens=1000, num_draft_tokens=depth, copy_drafts="off")
     with closing(steps):
         for _ in steps:
             if not depth.left or perf_counter() > end:
                 break
-    times, passes = sorted(depth.shortest.items()), dict[int, float]()
+    times = sorted(depth.shortest.items())
+    passes = dict[int, float]()
     if len(times) < 2 or times[0][0] > 0:
         return [], 0.0
     for rows in (1, 8, 9, *ROWS):

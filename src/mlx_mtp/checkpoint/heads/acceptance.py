@@ -66,7 +66,8 @@ def settle(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head, 
 
 
 def _measure(model: MTPModel, tokenizer: TokenizerWrapper, name: str, head: Head) -> Measured:
-    told, source = told_by(head.raw), head.source.name
+    told = told_by(head.raw)
+    source = head.source.name
     rates = measure_readings(model, tokenizer, head.norms, told)
     rates = from_rank_0(model.ranks, lambda: rates)
     best = best_of(rates, told)
@@ -124,7 +125,9 @@ def measure_feeding(model: MTPModel, tokenizer: TokenizerWrapper) -> dict[bool, 
     Of first drafts that are the text's own tokens: the model's choice behind others is unknown.
     """
     tokens, hidden, choices = _read(model, tokenizer)
-    rates, embed, own = {}, model.model.embed_tokens, model.mtp.is_fed_normed
+    rates = {}
+    embed = model.model.embed_tokens
+    own = model.mtp.is_fed_normed
     for is_normed in (True, False):
         model.mtp.is_fed_normed = is_normed
         cache = DraftKVCache()
@@ -142,7 +145,9 @@ def measure_feeding(model: MTPModel, tokenizer: TokenizerWrapper) -> dict[bool, 
 def _read(model: MTPModel, tokenizer: TokenizerWrapper) -> tuple[mx.array, mx.array, mx.array]:
     """Built-in text, as far as it is read in time: tokens [1, T], hidden states [1, T, H], the model's choices [1, T]."""
     tokens = built_in_tokens(tokenizer, model.vocab_size, N_TOKENS)  # [1, T]
-    cache, end, read = model.make_cache(), perf_counter() + MAX_SECONDS, list[tuple[mx.array, mx.array]]()
+    cache = model.make_cache()
+    end = perf_counter() + MAX_SECONDS
+    read = list[tuple[mx.array, mx.array]]()
     for i in range(0, tokens.size, TEST_CHUNK):
         logits, hidden = model(tokens[:, i : i + TEST_CHUNK], cache=cache, return_hidden=True)
         read.append((hidden, mx.argmax(logits, axis=-1)))

@@ -28,7 +28,8 @@ class Head(NamedTuple):
 
 def check_head(checkpoint: CheckpointReader) -> None:
     """Raise an error if a checkpoint has no MTP head, or it cannot be used; the message has the fix."""
-    name, text_config = checkpoint.name, text_config_of(checkpoint.config or {})
+    name = checkpoint.name
+    text_config = text_config_of(checkpoint.config or {})
     for parameter, own in checkpoint.head_copies.items():
         if not checkpoint.is_copy(parameter):
             raise MTPError(f"The MTP head of {name} has its own {own}, other than the model's: generate with --no-mtp.")
@@ -106,7 +107,8 @@ def _encodings(config: Any) -> Iterator[str]:
 
 def fetch_drafter(drafter: str, checkpoint: CheckpointReader) -> CheckpointReader:
     """Fetch a drafter for a checkpoint. Raise an MTPError if it is none, or its head cannot be used."""
-    name, reader = checkpoint.name, fetch_checkpoint(drafter)
+    name = checkpoint.name
+    reader = fetch_checkpoint(drafter)
     own = reader.config or {}
     family = family_in(checkpoint.config)
     if family is None or own.get("model_type") != (wanted := family.drafter):

@@ -39,7 +39,9 @@ from .formats import check_head, check_shapes, has_raw_head
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
 MAX_STEPS = 4  # from a checkpoint to its base model
 PATIENCE = 5  # seconds to wait for the hub's answer about a head that the user has not asked for
-WEIGHTS, CONFIG, OF = "model.safetensors", "config.json", "of.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+OF = "of.json"
 # The ends of the names of tensors that are not quantized, or quantized by MLX
 ENDINGS = (".weight", ".bias", ".A_log", ".dt_bias", "_proj", ".scales", ".biases", ".signs")
 QUANTIZED = re.compile(  # in the name of a checkpoint
@@ -102,7 +104,8 @@ def base_models(checkpoint: CheckpointReader) -> list[str]:
 
 def check_method(checkpoint: CheckpointReader) -> None:
     """Raise an MTPError for a model of this family in another program's quantization, with the model's 16-bit checkpoint."""
-    config, names = checkpoint.config or {}, dict[str, str]()
+    config = checkpoint.config or {}
+    names = dict[str, str]()
     if family_in(config) is None or (method := _quantization_of(checkpoint)) is None:
         return
     with suppress(MTPError, OSError):  # the error is raised when the model is loaded
@@ -251,7 +254,8 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
 
 def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
     """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
-    own, tensors = _check_sizes(original, checkpoint), original.tower()
+    own = _check_sizes(original, checkpoint)
+    tensors = original.tower()
     if not tensors or not isinstance(own.get("vision_config"), dict):
         raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
     return tensors
@@ -350,7 +354,9 @@ def copy_tensors(
     original: CheckpointReader, tensors: Tensors, file: Path, names: Mapping[str, str] | None = None
 ) -> None:
     """Copy tensors to a new file, under ``names`` or their own. An incomplete file has the suffix ``.part``, and is resumed."""
-    header, runs, n = {}, list[Tensor](), 0
+    header = {}
+    runs = list[Tensor]()
+    n = 0
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start)):
         stop = n + t.stop - t.start
         header[names[name] if names else name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [n, stop]}
@@ -359,7 +365,8 @@ def copy_tensors(
         runs.append(runs.pop()._replace(stop=t.stop) if is_next else t)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    head, part = struct.pack("<Q", len(text)) + text, file.with_name(file.name + ".part")
+    head = struct.pack("<Q", len(text)) + text
+    part = file.with_name(file.name + ".part")
     done = _resume(part, head, n)
     bar = tqdm(total=n, initial=done, desc="Reading", unit="B", unit_scale=True, disable=None)
     with writing(file), part.open("ab") as f, bar:

@@ -361,9 +361,11 @@ class Body(SamplingFields, Part):
         messages, images, askers = history.finish()
         output, tools = from_fields(self.outputs, self.tool_choice, all_tools)
         request = Request("chat", "", messages, images=images, askers=askers, param=self.NEEDED)
-        request.structured_output, request.one_call = output, self.one_call
+        request.structured_output = output
+        request.one_call = self.one_call
         if tools:
-            request.tools, request.shown_tools = tools, all_tools
+            request.tools = tools
+            request.shown_tools = all_tools
         if self.add_generation_prompt is self.continue_final_message:
             message = "add_generation_prompt must be the opposite of continue_final_message."
             raise ApiError(400, message, param="add_generation_prompt")
@@ -461,7 +463,8 @@ class Writer:
 
     def add(self, step: Delta, choice: int = 0) -> bytes:
         """The part of a stream for a step; ``choice`` is the index of the answer, in APIs with several."""
-        self.finish_reason, self.stop_word = step.finish_reason or self.finish_reason, step.stop_word
+        self.finish_reason = step.finish_reason or self.finish_reason
+        self.stop_word = step.stop_word
         return b"".join(map(self._add, step.events))
 
     def _add(self, e: Any) -> bytes:
@@ -485,7 +488,8 @@ class Writer:
         return self.is_open and self.blocks[-1]["type"] == kind
 
     def close(self) -> bytes:
-        was_open, self.is_open = self.is_open, False
+        was_open = self.is_open
+        self.is_open = False
         return self.closed(self.blocks[-1]) if was_open else b""
 
     def whole(self, usage: Usage) -> Json:

@@ -119,7 +119,8 @@ class OpenAIWriter(Writer):
         if not c.has_begun and "delta" in piece:
             piece = {**piece, "delta": {"role": "assistant", **piece["delta"]}}
         if self.body.stream_options.include_sources:
-            piece, c.sources = {**piece, "sources": c.sources}, []
+            piece = {**piece, "sources": c.sources}
+            c.sources = []
         if self.body.stream_options.continuous_usage_stats:
             # More tokens may have been generated than are in the stream.
             counts = {"prompt_tokens": self.usage().n_prompt, "completion_tokens": self.n_generated}
@@ -134,11 +135,14 @@ class OpenAIWriter(Writer):
 
 
 class ChatWriter(OpenAIWriter):
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def waiting(self, n_read: int, n_prompt: int) -> bytes:
         """A chunk without text: strict readers take no comments. Its progress is named as in llama.cpp."""
-        c, progress = self.choices[0], {"processed": n_read, "total": n_prompt}
+        c = self.choices[0]
+        progress = {"processed": n_read, "total": n_prompt}
         return self._chunk(c, self._piece(c), prompt_progress=progress)
 
     def content(self, e: Any) -> Json:
@@ -159,7 +163,8 @@ class ChatWriter(OpenAIWriter):
         return {"content": [logprob_of(step) for step in steps], "refusal": None}
 
     def whole_choice(self, piece: Json, events: list[Any]) -> Json:
-        message, calls = {"role": "assistant", **piece.pop("delta")}, list[Json]()
+        message = {"role": "assistant", **piece.pop("delta")}
+        calls = list[Json]()
         if thoughts := "".join(e.text for e in events if isinstance(e, Reasoning)):
             message |= self.content(Reasoning(thoughts))["delta"]
         for e in events:
@@ -174,7 +179,9 @@ class ChatWriter(OpenAIWriter):
 
 
 class CompletionWriter(OpenAIWriter):
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
 
     def content(self, e: Any) -> Json:
         return {"text": e.text} if isinstance(e, Text) else {"text": ""} if e is None else {}
@@ -271,7 +278,8 @@ class ChatBody(OpenAIBody):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs: true.", param="top_logprobs")
         request = super().to_request(content)
-        request.role_mapping, request.n = self.role_mapping, self.n
+        request.role_mapping = self.role_mapping
+        request.n = self.n
         return request
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:

@@ -19,7 +19,8 @@ from ...text.schema import Json
 from ..request import ApiError
 
 SYSTEM = ("system", "developer")
-THINK, END_OF_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_OF_THINK = "</think>"
 # Types of parts and items, or their endings, in the APIs of OpenAI and Anthropic
 OF_ANSWERS = ("output_text", "summary_text", "reasoning_text", "refusal")
 TEXTS = ("text", "input_text", *OF_ANSWERS)
@@ -70,14 +71,17 @@ class History:
     """
 
     def __init__(self, between: str = "", joins: bool = False):
-        self.between, self.joins = between, joins
+        self.between = between
+        self.joins = joins
         self.messages: list[Json] = []  # with their "images", as URLs, and "errors", of parts for which marks stand
         self.changes: Parts = []  # of the tools
         self._turn: Json | None = None  # the message that a next part of its role belongs to
 
     def add(self, item: Json, where: str, within: str = ".content") -> None:
         """Add a message, or an item of Responses; ``where`` is its place in the body, ``within`` its content's in it."""
-        role, content, n = _role_of(item), item.get("content"), len(self.messages)
+        role = _role_of(item)
+        content = item.get("content")
+        n = len(self.messages)
         if content is None and role == "user":
             content = item.get("text")
         if item.get("type") not in (None, "message"):
@@ -111,10 +115,12 @@ class History:
     def finish(self) -> tuple[list[Json], list[str], list[str]]:
         """The messages for the chat template, the URLs of their images, and the role of each, or ``""`` before an answer."""
         _sort_results(self.messages)
-        urls, askers = list[str](), list[str]()
+        urls = list[str]()
+        askers = list[str]()
         answered = max((i for i, m in enumerate(self.messages) if m["role"] == "assistant"), default=-1)
         for i, message in enumerate(self.messages):
-            errors, images = message.pop("errors", []), message.pop("images", [])
+            errors = message.pop("errors", [])
+            images = message.pop("images", [])
             asker = message["role"] if i > answered else ""
             if asker in ("user", "tool") and errors:
                 raise errors[0]
@@ -149,7 +155,9 @@ class History:
 
     def _shown(self, part: Json, where: str) -> str:
         """The text of a part or an item of any other type, or a mark."""
-        kind, text, changes = part.get("type"), _text_of_unknown(part), part.get("tool_changes")
+        kind = part.get("type")
+        text = _text_of_unknown(part)
+        changes = part.get("tool_changes")
         inner = changes if isinstance(changes, list) else []
         self.changes += [(where, x) for x in (part, *inner) if isinstance(x, dict) and x.get("type") in CHANGES]
         if not text and kind in REFUSED and "content" not in part:
@@ -157,7 +165,8 @@ class History:
         return text or ("" if kind in MEANINGLESS else _mark(kind))
 
     def _say(self, role: str, parts: Parts) -> None:
-        message, between = self._message(role), "" if role == "assistant" else self.between
+        message = self._message(role)
+        between = "" if role == "assistant" else self.between
         text = self._text_of(message, parts, between)
         message["content"] += between + text if message["content"] and text else text
 
@@ -168,7 +177,9 @@ class History:
 
     def _add_call(self, item: Json, kind: str, where: str) -> None:
         """Add a call. One on a vendor's servers has its result in the same item."""
-        name, space, is_own = item.get("name"), item.get("namespace"), kind in OF_CLIENTS
+        name = item.get("name")
+        space = item.get("namespace")
+        is_own = kind in OF_CLIENTS
         arguments = next((item[x] for x in ARGUMENTS if item.get(x) is not None), None)
         if kind == "custom_tool_call":
             arguments = {"input": str(arguments or "")}
@@ -190,7 +201,8 @@ class History:
             self._add_result(id, result, where)
 
     def _add_result(self, id: str, content: Any, where: str, is_error: bool = False) -> None:
-        self._turn, message = None, {"role": "tool", "content": "", "tool_call_id": id}
+        self._turn = None
+        message = {"role": "tool", "content": "", "tool_call_id": id}
         parts = content if isinstance(content, list) else [content]
         if content not in (None, "", []) and not any(map(_is_part, parts)):
             content = json.dumps(content, ensure_ascii=False)
@@ -231,7 +243,8 @@ class History:
 
 def _role_of(item: Json) -> str | None:
     """The role of a message. An item without one that can only be a message of the user is one."""
-    role, names = item.get("role"), {name for name, x in item.items() if x is not None} - {"type"}
+    role = item.get("role")
+    names = {name for name, x in item.items() if x is not None} - {"type"}
     parts = parts_of(item.get("content"), "")
     of_user = not any(_is_item(x) or (isinstance(x[1], dict) and x[1].get("type") in OF_ANSWERS) for x in parts)
     return role if isinstance(role, str) else "user" if of_user and names in ({"content"}, {"text"}) else None
@@ -265,7 +278,8 @@ def _url_of(image: Json) -> tuple[str, str]:
     """The URL of an image in any API's form, ``""`` if it has none, and the name of the form."""
     source = image.get("source") or image.get("image_url") or image  # the latter as in MCP
     source = source if isinstance(source, dict) else {"url": source}
-    url, data = source.get("url"), source.get("data")
+    url = source.get("url")
+    data = source.get("data")
     if isinstance(data, str):
         url = f"data:;base64,{data}"
     form = f"image of source {source.get('type')}" if image["type"] == "image" else image["type"]
@@ -289,7 +303,8 @@ def error_at(where: str, message: str) -> ApiError:
 
 
 def _text_of_unknown(part: Json) -> str:
-    kind, source = str(part.get("type")), part.get("source")
+    kind = str(part.get("type"))
+    source = part.get("source")
     if kind in CHANGES:
         return f"{CHANGES[kind]}:\n{text_in(part)}"
     if not NO_TEXT.search(kind):

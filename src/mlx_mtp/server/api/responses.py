@@ -71,7 +71,8 @@ class ResponsesWriter(Writer):
             fields: Json = {"logprobs": [logprob_of(self.steps[i]) for i in tokens]}
         else:
             item = {"type": "reasoning", "id": self._id_of("rs"), "status": "in_progress", "summary": [], "content": []}
-            part, fields = {"type": "reasoning_text", "text": ""}, {}
+            part = {"type": "reasoning_text", "text": ""}
+            fields = {}
         begun = b""
         if not self.has_open(item["type"]):
             begun = self.open(item) + self._part_event("content_part.added", part=part)
@@ -128,7 +129,8 @@ class ResponsesWriter(Writer):
 
     def _part_event(self, kind: str, **data: Any) -> bytes:
         """An event of an item's only part. Reasoning is its own summary, for clients that ask for one and show that alone."""
-        told, item = self._item_event(kind, content_index=0, **data), self.blocks[-1]
+        told = self._item_event(kind, content_index=0, **data)
+        item = self.blocks[-1]
         if item["type"] == "reasoning" and self.body.reasoning is not None and self.body.reasoning.summary is not None:
             if "part" in data:
                 data["part"] = {**data["part"], "type": "summary_text"}
@@ -147,7 +149,8 @@ class ResponsesWriter(Writer):
         return self._event("failed", response={**response, "error": {"code": code, "message": error.message}})
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
-        body, status = self.body, status or ("incomplete" if self.finish_reason == "length" else "completed")
+        body = self.body
+        status = status or ("incomplete" if self.finish_reason == "length" else "completed")
         counts = usage and {
             "input_tokens": usage.n_prompt,
             "input_tokens_details": {"cached_tokens": usage.n_cached},
@@ -207,7 +210,8 @@ class ResponsesBody(Body):
         """The client's tools and their namespaces, by their names in the prompt: those of the request, and those that were
         added in the conversation, by the client or as results of its tool search.
         """
-        named, tools = dict[str, tuple[Tool, str | None]](), [*(self.tools or [])]
+        named = dict[str, tuple[Tool, str | None]]()
+        tools = [*(self.tools or [])]
         for item in (*self._earlier, *self._items):
             if item.get("type") in ("additional_tools", "tool_search_output"):
                 with suppress(ValidationError):
@@ -245,9 +249,11 @@ class ResponsesBody(Body):
 
 def _custom_tool(tool: Tool, name: str) -> Json:
     """A function whose only parameter is the input. The prompt has its grammar in the schema."""
-    form, given = tool.format or {}, {"type": "string"}
+    form = tool.format or {}
+    given = {"type": "string"}
     if form.get("type") == "grammar":
-        syntax, definition = form.get("syntax"), form.get("definition")
+        syntax = form.get("syntax")
+        definition = form.get("definition")
         if syntax not in ("lark", "regex") or not isinstance(definition, str):
             message = f"tools: the grammar of {name[:50]} needs a syntax, lark or regex, and a definition."
             raise ApiError(400, message, param="tools")

@@ -53,7 +53,8 @@ class StoredResponses:
 
     def before(self, owner: str, id: str | None) -> list[Json]:
         """The items of a conversation up to a response, with its output."""
-        items, names = list[Json](), {"param": "previous_response_id", "code": "previous_response_not_found"}
+        items = list[Json]()
+        names = {"param": "previous_response_id", "code": "previous_response_not_found"}
         while id is not None:
             own, response = map(from_json, self.get((owner, id), "Previous response", **names))
             items = [*own, *response["output"], *items]
@@ -82,7 +83,8 @@ class StoredResponses:
 
     def recall(self, owner: str, body: Json) -> Json:
         """A body with items in place of references to them, and ``earlier``, the items of the conversation before it."""
-        previous, given = body.get("previous_response_id"), body.get("input")
+        previous = body.get("previous_response_id")
+        given = body.get("input")
         recalled: Json = {"earlier": self.before(owner, previous) if isinstance(previous, str) else []}
         if isinstance(given, list):
             recalled["input"] = [self.item(owner, item["id"]) if _is_reference(item) else item for item in given]
@@ -97,7 +99,9 @@ def _is_reference(item: Any) -> bool:
 
 def _listed(item: Json, new_id: str) -> Json:
     """An item as it is listed: everything has an id, and a message parts."""
-    id, kind, text = item.get("id"), item.get("type") or "message", item.get("content")
+    id = item.get("id")
+    kind = item.get("type") or "message"
+    text = item.get("content")
     if kind == "message" and isinstance(text, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
         item = item | {"content": [{"type": part, "text": text}]}

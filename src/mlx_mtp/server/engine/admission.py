@@ -36,7 +36,10 @@ class Admission:
     """Decides which requests may begin. Ranks do not consult the account: their free memory, and so decisions, may differ."""
 
     def __init__(self, options: Options, models: ModelProvider, caches: Stores, ranks: Ranks | None, account: Account):
-        self.options, self.models, self.caches, self.ranks = options, models, caches, ranks
+        self.options = options
+        self.models = models
+        self.caches = caches
+        self.ranks = ranks
         self.account = account
         self.batch: Any = None  # the BatchGenerator of the loaded model
         self.sizes: Sizes  # the loaded model's
@@ -48,7 +51,9 @@ class Admission:
             check_files(CheckpointReader(key, self.models.revisions.get(key)))
         self.close()
         self.models.load(key)
-        model, tokenizer, given = self.models.model, self.models.tokenizer, self.options.prompt_cache_bytes
+        model = self.models.model
+        tokenizer = self.models.tokenizer
+        given = self.options.prompt_cache_bytes
         self.sizes = sizes_of(model)
         self.account.expect_growth()
         own = int(CACHE_SHARE * self.caches.nbytes)  # of what is cached already
@@ -61,7 +66,8 @@ class Admission:
 
     def restart(self) -> None:
         self.batch = None  # this restores the wired limit
-        options, model = self.options, self.models.model
+        options = self.options
+        model = self.models.model
         if model is None:
             return  # the next request loads one
         drafts: dict[str, Any] = {} if has_head(model) else {"num_draft_tokens": 0, "copy_drafts": "auto"}
@@ -109,9 +115,11 @@ class Admission:
             n = r.n_prompt + r.n_tokens
             kinds.setdefault(tuple(self.options.kv.of_text(0, r.n_prompt).at(n).items()), []).append(n)
         caches = sum(self.sizes.caches_of_several(lengths, **dict(kind)) for kind, lengths in kinds.items())
-        n, sizes = request.n_prompt, self.sizes
+        n = request.n_prompt
+        sizes = self.sizes
         of_text = self.options.kv.of_text(0, n)
-        kv, start = of_text.at(n), of_text.quantized_kv_start
+        kv = of_text.at(n)
+        start = of_text.quantized_kv_start
         peak = sizes.chunk(min(n, self.options.prefill_step_size), n, kv.get("kv_bits"))
         if kv:  # where keys and values are quantized, they exist twice
             twice = sizes.caches(start) + sizes.caches(start, **kv) - sizes.state_bytes
@@ -142,14 +150,17 @@ class Admission:
         return max(need - self.account.left, 0) if self.ranks is None else 0
 
     def begin(self, request: Request, prompt: Prompt) -> int:
-        need, free = self.need(request), self.free()
+        need = self.need(request)
+        free = self.free()
         if self.ranks is None and len(self.batch) == 0 and need > free:
             message = (
                 f"The prompt of {request.n_prompt} tokens needs {size(need)}, and {size(max(free, 0))} of the server's "
                 f"{size(self.account.limit)} are free: shorten it, or start the server with a larger --max-memory."
             )
             raise ApiError(507, message, param=request.param, code=NO_MEMORY)
-        args, tokenizer, image_prompt = request.args, self.models.tokenizer, prompt.image_prompt
+        args = request.args
+        tokenizer = self.models.tokenizer
+        image_prompt = prompt.image_prompt
         cache, n_cached = self.caches.fetch(prompt)
         request.detokenizer = make_detokenizer(tokenizer)
         request.begin_answer(tokenizer, _patience(tokenizer, request))
@@ -178,7 +189,8 @@ class Admission:
 
     def make_sampler(self, request: Request) -> Sampler:
         """Make the sampler of a request. With a seed, drafts are coupled, whatever ``--acceptance`` says."""
-        tokenizer, seed = self.models.tokenizer, request.args.seed
+        tokenizer = self.models.tokenizer
+        seed = request.args.seed
         return sampling.make_sampler(
             **request.args.sampling.arguments,
             xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids),

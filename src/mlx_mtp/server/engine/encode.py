@@ -35,7 +35,8 @@ MAX_PIXELS = 1 << 28  # of all images of a request; 22 photos of 12 megapixels
 
 # Stand for texts while a chat template is rendered. Qwen's refuse conversations without a question, and trim the text that the
 # answer continues.
-QUERY, PREFILL = f"query{secrets.token_hex(16)}", f"prefill{secrets.token_hex(16)}"
+QUERY = f"query{secrets.token_hex(16)}"
+PREFILL = f"prefill{secrets.token_hex(16)}"
 OPENING = "<|im_start|>"
 QUERY_TURN = re.compile(rf"<\|im_start\|>user\s+{QUERY}\s*<\|im_end\|>\n?")
 LAST_WORD = re.compile(r"(.*\w(?=\W)|.)", re.DOTALL)
@@ -53,7 +54,8 @@ class BoundedTokenizer:
         vision: Vision | None = None,
         sampling: Sampling | None = None,
     ):
-        self.tokenizer, self.n_ids = tokenizer, n_ids
+        self.tokenizer = tokenizer
+        self.n_ids = n_ids
         self.context_length, self.sampling = context_length, sampling or Sampling()
         self.vision = vision
         self.max_tokens: int | None = context_length  # of a text that memory has room for
@@ -88,7 +90,8 @@ class BoundedTokenizer:
         """The tokens that are cut where a message quotes them, by whether it is the assistant's: control tokens, and in others'
         the tags of the chat template, such as ``<think>``. The assistant's text has the tags that it was generated with.
         """
-        added, template = self.tokenizer.added_tokens_decoder.values(), str(self.tokenizer.chat_template)
+        added = self.tokenizer.added_tokens_decoder.values()
+        template = str(self.tokenizer.chat_template)
         pairs = tags_of(self.tokenizer)
         control = [t.content for t in added if (t.special or t.content.startswith("<|")) and len(t.content) > 1]
         control = [mark for mark in control if mark not in pairs]
@@ -99,7 +102,9 @@ class BoundedTokenizer:
         """Check the token ids of a request, fill in the model's sampling parameters where it sets none, and reduce the limit of
         tokens to the rest.
         """
-        args, max_context, n_prompt = request.args, self.context_length, len(prompt)
+        args = request.args
+        max_context = self.context_length
+        n_prompt = len(prompt)
         given = {"stop_token_ids": request.stop_token_ids, "logit_bias": args.logits.logit_bias or ()}
         for param, ids in {request.param: prompt, **given}.items():
             try:
@@ -127,7 +132,8 @@ def encode(tokenizer: BoundedTokenizer, request: Request, options: Options, acco
         is_chat = request.request_type == "chat"
         text, in_reasoning = _render(tokenizer, request, options) if is_chat else (request.prompt, None)
         special = {"add_special_tokens": False} if is_chat and tokenizer.has_chat_template else {}
-        tokens, image_prompt = tokenizer.encode(text, **special), None
+        tokens = tokenizer.encode(text, **special)
+        image_prompt = None
         if request.images:
             found = _read_images(tokenizer, request, tokens, account)
             pixel_values = [x for x in found if x is not None]
@@ -167,7 +173,8 @@ def _errors_of(request: Request) -> Iterator[None]:
 
 def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> tuple[str, bool | None]:
     """The text of a chat's prompt, and whether it ends within reasoning, see ``ends_in_reasoning``."""
-    messages, begun = _messages_of(tokenizer, request), request.begun
+    messages = _messages_of(tokenizer, request)
+    begun = request.begun
     if not tokenizer.has_chat_template:
         if begun:  # only a template leaves a message open
             message = "A last message of the assistant cannot be continued without a chat template"
@@ -184,7 +191,8 @@ def _render(tokenizer: BoundedTokenizer, request: Request, options: Options) -> 
     if begun == "reasoning_content" and variables.get("enable_thinking") is False:
         raise ApiError(400, "The answer would continue the last message, which is reasoning alone: turn thinking on.")
     if begun:
-        prefill, messages[-1][begun] = messages[-1][begun], PREFILL
+        prefill = messages[-1][begun]
+        messages[-1][begun] = PREFILL
     with as_mtp_error("the chat template does not take these messages"):
         text: str = tokenizer.apply_chat_template(
             _with_query(messages) if OPENING in str(tokenizer.chat_template) else messages,
@@ -244,7 +252,9 @@ def _read_images(tokenizer: BoundedTokenizer, request: Request, tokens: list[int
             needs = f"An image needs {size(n_bytes)} of memory, and {size(max(left, 0))} are left"
             raise ApiError(507, f"{needs}: send a smaller one.", code=NO_MEMORY)
 
-    vision, context, images = _vision_of(tokenizer), tokenizer.context_length, request.images
+    vision = _vision_of(tokenizer)
+    context = tokenizer.context_length
+    images = request.images
     request.images = []
     return read_pixels(vision, tokens, images, context, MAX_PIXELS, before_each, partial(_reading, request))
 

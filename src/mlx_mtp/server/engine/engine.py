@@ -43,7 +43,9 @@ class Engine:
     """Generates answers to requests, as many at a time as ``Admission`` admits, in the order of arrival."""
 
     def __init__(self, admission: Admission, metrics: Metrics, ranks: Ranks | None):
-        self.admission, self.metrics, self.ranks = admission, metrics, ranks
+        self.admission = admission
+        self.metrics = metrics
+        self.ranks = ranks
         self.clients = clients = Clients(ranks)
         self.waiting: deque[Request] = deque()  # in order
         self.running: dict[int, Request] = {}  # requests by their uid in the batch generator
@@ -116,7 +118,8 @@ class Engine:
 
     def _rest(self, seconds: float) -> None:
         """Keep the weights of an idle server warm, or free them, as the flags say."""
-        options, admission = self.admission.options, self.admission
+        options = self.admission.options
+        admission = self.admission
         if admission.batch is None:
             return
         if options.unload_after is not None and seconds >= 60 * options.unload_after:
@@ -224,7 +227,9 @@ class Engine:
 
     def _answer(self, response: Response, last: Response | None, finish_reason: str | None) -> None:
         """Send a token to the client; ``last`` is the sequence's last response, if it ends in this step."""
-        uid, request, metrics = response.uid, self.running[response.uid], self.metrics
+        uid = response.uid
+        request = self.running[response.uid]
+        metrics = self.metrics
         if response.error is not None:
             failure = _failure(f"Generation failed: {response.error}", response.error)
             if failure.status >= 500:
@@ -247,7 +252,8 @@ class Engine:
         if last is None:
             prompt_cache, tokens = self.admission.batch.remove([uid], return_prompt_caches=True)[uid]
         else:
-            prompt_cache, tokens = last.prompt_cache, last.all_tokens
+            prompt_cache = last.prompt_cache
+            tokens = last.all_tokens
         request = self._leave(uid)
         request.send(None)
         self.admission.keep(request, prompt_cache, tokens)
@@ -347,7 +353,8 @@ class Clients:
         self.n_turns += 1
         if not is_idle and self.n_turns < EVERY:
             return [], set()
-        self.n_turns, self.n_idle = 0, self.n_idle + 1 if is_idle else 0
+        self.n_turns = 0
+        self.n_idle = self.n_idle + 1 if is_idle else 0
         mine: Changes = [], set()
         if ranks.rank == 0:
             mine = self.look(known, wait=is_idle)

@@ -81,7 +81,9 @@ class ModelProvider:
             vision = self.model.vision if self.model.ranks is None else None
             context = context_length_of(vars(self.model.args))
             bounded = BoundedTokenizer(tokenizer, self.model.vocab_size, context, vision, sampling)
-        self.key, self.tokenizer, self.tokenizers[key] = key, bounded.tokenizer, bounded
+        self.key = key
+        self.tokenizer = bounded.tokenizer
+        self.tokenizers[key] = bounded
         if len(self.tokenizers) > MAX_TOKENIZERS:
             self.tokenizers.pop(next(iter(self.tokenizers)))
 
@@ -131,12 +133,14 @@ class Stores:
     """
 
     def __init__(self, options: Options, ranks: Ranks | None = None):
-        self.options, self.ranks = options, ranks
+        self.options = options
+        self.ranks = ranks
         self.stores: dict[str, PromptStore] = {}
         self.store: PromptStore  # the loaded model's
         self.folder = None
         if options.prompt_cache_dir is not None:
-            limit, part = options.prompt_cache_disk_bytes, "" if ranks is None else f"rank{ranks.rank}"
+            limit = options.prompt_cache_disk_bytes
+            part = "" if ranks is None else f"rank{ranks.rank}"
             path = Path(options.prompt_cache_dir) / part
             self.folder = open_folder(path, MAX_DISK_BYTES if limit is None else limit)
 
@@ -144,7 +148,8 @@ class Stores:
         if key not in self.stores:
             self.stores[key] = PromptStore(model, max_bytes, self.options.prompt_cache_size, folder=self.folder)
         self.store = self.stores[key]
-        self.store.model, self.store.max_bytes = model, max_bytes
+        self.store.model = model
+        self.store.max_bytes = max_bytes
         self.tokenizer = tokenizer
 
     def load(self, key: str, prompt: Prompt) -> None:
@@ -162,13 +167,15 @@ class Stores:
         while True:
             cache, n, n_common = None, 0, 0  # the last is the number of tokens shared with another prompt
             with _harmless("the whole prompt is prefilled"):
-                key, kv = prompt.key_of(tokens), self.options.kv.of_text(0, len(tokens))
+                key = prompt.key_of(tokens)
+                kv = self.options.kv.of_text(0, len(tokens))
                 cache, n, prompt.handle = self.store.fetch(key[:max_tokens], kv, timeout)
                 n_common = self.store.n_common(key)
             if self.ranks is None:
                 break
             known: Any = self.ranks.gather([n, n_common], mx.array(0)).tolist()  # [R, 2]
-            n_common, max_tokens = int(known[0][1]), int(min(n for n, _ in known))
+            n_common = int(known[0][1])
+            max_tokens = int(min(n for n, _ in known))
             if all(n == max_tokens for n, _ in known):
                 break
         prompt.cuts = [cut for cut in cuts_of(self.tokenizer, tokens, n_common) if cut > n]
@@ -192,8 +199,10 @@ class Stores:
 
     def collect(self) -> Iterator[Metric]:
         disks = [store.disk for store in self.stores.copy().values() if store.disk is not None]
-        name, cache = "mlx_mtp_prompt_cache", "the prompt cache"
-        written, read = sum(disk.bytes_written for disk in disks), sum(disk.bytes_read for disk in disks)
+        name = "mlx_mtp_prompt_cache"
+        cache = "the prompt cache"
+        written = sum(disk.bytes_written for disk in disks)
+        read = sum(disk.bytes_read for disk in disks)
         yield GaugeMetricFamily(f"{name}_bytes", f"Memory used by {cache}.", self.nbytes)
         yield CounterMetricFamily(f"{name}_written_bytes", f"Bytes of {cache} written to disk.", written)
         yield CounterMetricFamily(f"{name}_read_bytes", f"Bytes of {cache} read from disk.", read)
