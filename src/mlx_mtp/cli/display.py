@@ -14,7 +14,6 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from ..core.distributed import LOST, Ranks, is_loss
-from ..core.drafts.sources import source_of
 from ..core.traces import n_traces
 from ..errors import MTPError, advice, as_mtp_error, is_mendable
 
@@ -50,6 +49,8 @@ def paint(text: str, source: str) -> str:
     """A text in its source's color. The model's own has the terminal's, a prompt is dim, and stdout may be no terminal."""
     if source == "model" or not text or not sys.stdout.isatty():
         return text
+    from ..core.drafts.sources import source_of  # and mlx-lm, which commands without colors do without
+
     return f"\033[{2 if source == 'prompt' else COLORS[source_of(source)[1]]}m{text}\033[0m"
 
 
