@@ -28,7 +28,8 @@ class Answer:
     """Converts the tokens of one answer into events. Stop words end its text, but not its reasoning and calls."""
 
     def __init__(self, reader: "AnswerReader", stop_words: list[str], is_chat: bool, one_call: bool, goes_on: bool):
-        self.reader, self.one_call = reader, one_call
+        self.reader = reader
+        self.one_call = one_call
         # A pattern without words matches nothing.
         self._stops = regex.compile("|".join(map(regex.escape, sorted(filter(None, stop_words)))) or "(?!)")
         self._held = ""  # text that may begin a stop word
@@ -83,7 +84,8 @@ class Answer:
         n = len(text) if m is None else m.start()
         self._held = text[n:]
         if m is not None and not m.partial:
-            self.stop_word, self.has_ended = m[0], True
+            self.stop_word = m[0]
+            self.has_ended = True
         return self._say(self._text.add(text[:n]))
 
     def _say(self, text: str) -> list[Event]:
@@ -94,7 +96,8 @@ class _LineBreaks:
     """Removes the template's line breaks from the beginning (``skips``) and the end (``holds``) of a streamed text."""
 
     def __init__(self, skips: bool = False, holds: bool = True):
-        self.skips, self.holds = skips, holds
+        self.skips = skips
+        self.holds = holds
         self._has_text = False
         self._breaks = ""  # the line breaks at the end of the last piece
 
@@ -150,7 +153,8 @@ class TextTokens:
 
     def take(self, n: int) -> list[int]:
         """The indices of the tokens of the next n characters. Each token is returned once, with its first character."""
-        owners, self._text = self._text[:n], self._text[n:]
+        owners = self._text[:n]
+        self._text = self._text[n:]
         found = [i for tokens in dict.fromkeys(owners) for i in tokens if i >= self._n_reported]
         self._n_reported = max([self._n_reported, *(i + 1 for i in found)])
         return found
@@ -175,7 +179,10 @@ class AnswerReader:
         format: Format = QWEN,
     ):
         self.begin, self.end = think or ("", "")
-        self.schemas, self.patience, self.is_whole, self.format = schemas, patience, is_whole, format
+        self.schemas = schemas
+        self.patience = patience
+        self.is_whole = is_whole
+        self.format = format
         self.reasoning = ReasoningReader(self.end)
         self._calls = ToolCallParser(schemas, format)  # of the text after the reasoning
         self._read = self._text if think is None else self._thoughts if in_reasoning else self._beginning
@@ -214,7 +221,8 @@ class AnswerReader:
                         Reasoning(self.reasoning.tell(waits=False)),
                         *([] if cut else self._calls_at_end()),
                     ]
-                self._rest, self._read = self.reasoning.unquoted, self._text
+                self._rest = self.reasoning.unquoted
+                self._read = self._text
             events += self._text() + self._after_reasoning(self._calls.finish(cut))
             if not self.in_reasoning:
                 return events + self._waiting
@@ -224,27 +232,32 @@ class AnswerReader:
         if self.begin.startswith(start) and start != self.begin:
             return []
         if start.startswith(self.begin):
-            self._rest, self._read = start.removeprefix(self.begin), self._thoughts
+            self._rest = start.removeprefix(self.begin)
+            self._read = self._thoughts
         else:
             self._read = self._text
         return self._read()
 
     def _thoughts(self, is_last: bool = False) -> list[Event]:
-        text, self._rest = self._rest, ""
+        text = self._rest
+        self._rest = ""
         behind = self.reasoning.add(text, is_last)
         thought = Reasoning(self.reasoning.tell(waits=self.is_whole and behind is None))
         if behind is None:
             return [thought]
-        self._rest, self._read = behind, self._text
+        self._rest = behind
+        self._read = self._text
         self._end_reasoning(self.patience)
         return [thought, *self._read()]
 
     def _end_reasoning(self, patience: float | None) -> None:
         if patience is not None:
-            self._calls.marks, self._room = (self.begin, self.end), patience
+            self._calls.marks = (self.begin, self.end)
+            self._room = patience
 
     def _text(self) -> list[Event]:
-        text, self._rest = self._rest, ""
+        text = self._rest
+        self._rest = ""
         self._calls.n_taken = self._n - len(text) - len(self._calls.rest)
         return self._after_reasoning(self._calls.add(text))
 
@@ -262,8 +275,10 @@ class AnswerReader:
         self._waiting = []
         self._end_reasoning(self.patience)
         if self._calls.mark == self.begin:
-            self.reasoning, self._read = ReasoningReader(self.end), self._thoughts
-            self._rest, self._calls.rest = self._calls.rest, ""
+            self.reasoning = ReasoningReader(self.end)
+            self._read = self._thoughts
+            self._rest = self._calls.rest
+            self._calls.rest = ""
         return events + self._read()
 
     def _calls_at_end(self) -> list[Event]:
@@ -301,7 +316,8 @@ def start_of_calls(text: str, think: Marks, in_reasoning: bool | None, format: F
 
 @lru_cache(maxsize=8)  # for the positions of a window after a quoted tag
 def _start_of_calls(text: str, think: Marks, in_reasoning: bool | None, format: Format) -> int | None:
-    reader, n = AnswerReader(think, in_reasoning, {}, format=format), 0
+    reader = AnswerReader(think, in_reasoning, {}, format=format)
+    n = 0
     for m in re.finditer("|".join(filter(None, (START, format.written.function))), text):
         reader.add(text[n : m.end()])
         is_free = m[0] != START or not format.has_lines  # what may follow

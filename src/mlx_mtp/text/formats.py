@@ -9,7 +9,8 @@ from mlx_lm.tool_parsers import glm47, json_tools, qwen3_coder
 # Bounded, so that little text is held back, and matched again with each piece.
 SPACE = r"\s{0,64}"
 LONGEST_KEY = 256  # characters of a parameter's name
-START, END = "<tool_call>", "</tool_call>"
+START = "<tool_call>"
+END = "</tool_call>"
 LINE_END = r"\r?\n"
 CLOSED = rf"[^\n<>]{{0,{LONGEST_KEY}}}(?:>|(?=[\n<]))"  # the end of a closing tag
 _KEY = rf"[^\r\n<>]{{1,{LONGEST_KEY}}}"
@@ -56,7 +57,8 @@ class Format:
         closes_function: str = _NEVER,
         is_json: bool = False,
     ):
-        self.written, self.is_json = written, is_json
+        self.written = written
+        self.is_json = is_json
         self.proper = written.valued.strip("\n")  # the tag that ends a value
         # Whether calls and values are on lines of their own. Otherwise a call may follow words.
         self.has_lines = written.valued.startswith("\n")
@@ -86,7 +88,8 @@ class Format:
     def _describe_texts(self) -> None:
         """Patterns for grammars, of the tags behind a text and within it."""
         begin, function, named, parameter, keyed, valued, end, _ = self.written
-        ended, call = rf"{self.proper}\s*", rf"{function or begin}[^\s<>]+{_loose(named)}\s*"
+        ended = rf"{self.proper}\s*"
+        call = rf"{function or begin}[^\s<>]+{_loose(named)}\s*"
         self.next_tags, self.last_tags = f"{ended}{parameter}", f"{ended}{_loose(end)}"
         # As the template writes them
         self.exact = {self.next_tags: f"{valued}{parameter}", self.last_tags: f"{valued}{end}"}
@@ -94,7 +97,8 @@ class Format:
         self.quoted = rf"{call}{parameter}[^\n<>]+{_loose(keyed)}"
         self.quoted_end = f"(?s:.*){ended}</(function|tool_call)>"
         # What else a text does not have: a next function, and a call without parameters, whose end the parser may not count
-        again, empty = rf"{ended}</function>\s*<function=", rf"{call}</(function|tool_call)>[^\s<]"
+        again = rf"{ended}</function>\s*<function="
+        empty = rf"{call}</(function|tool_call)>[^\s<]"
         self.never = [self.next_tags, self.last_tags, again, self.quoted, *([empty] if self.has_lines else [])]
         # Where the parser may take the tag of a parameter for the next one
         line = r"((?s:.*)\n)?[ \t]*" if self.has_lines else "(?s:.*)"
@@ -140,7 +144,10 @@ def _loose(tags: str) -> str:
     return tags.replace("\n", "").replace("><", r">\s*<")
 
 
-QWEN, JSON, GLM, GLM_LINES = _qwen(is_json=False), _qwen(is_json=True), _glm(""), _glm("\n")
+QWEN = _qwen(is_json=False)
+JSON = _qwen(is_json=True)
+GLM = _glm("")
+GLM_LINES = _glm("\n")
 
 
 def tags_of(tokenizer: Any) -> set[str]:

@@ -45,7 +45,8 @@ class Beginning:
     """The beginning of a grammar within a text, by a function ``find`` of the text so far, see ``make_grammar``."""
 
     def __init__(self, tokenizer: Any, find: Callable[[str], int | None]):
-        self.tokenizer, self.find = tokenizer, find
+        self.tokenizer = tokenizer
+        self.find = find
         self._read = NO_TOKENS  # the tokens decoded so far
         self._decoded = b""
         # The number of tokens up to the beginning, and the part of the last of them that is after it.
@@ -58,11 +59,13 @@ class Beginning:
         if self._start is None or n < self._n_found:
             n_bytes = len(self._decoded) - len(self.tokenizer.decode_bytes(self._read[n:].tolist()))
             self._decoded = self._decoded[:n_bytes] + self.tokenizer.decode_bytes(tokens[n:].tolist())
-            self._read, self._start = tokens, None
+            self._read = tokens
+            self._start = None
             i = self.find(text := self._decoded.decode(errors="surrogateescape"))
             if i is None:
                 return None
-            start, ids = len(text[:i].encode(errors="surrogateescape")), tokens.tolist()
+            start = len(text[:i].encode(errors="surrogateescape"))
+            ids = tokens.tolist()
             n = bisect_left(range(len(ids)), start, key=self._size_of(ids))
             self._start = n, self.tokenizer.tokenize_bytes(self._decoded[start : self._size_of(ids)(n)])
             self._n_found = len(tokens)
@@ -80,7 +83,8 @@ class Grammar:
     needs_tokens = True  # the host must know a token before it can allow the next
 
     def __init__(self, matcher: Any, beginning: Beginning | None = None):
-        self.matcher, self.beginning = matcher, beginning
+        self.matcher = matcher
+        self.beginning = beginning
         self.taken = NO_TOKENS  # the tokens that the matcher has consumed
         self.n_prompt: int | None = None  # known from the first call, which is for the first token
 
@@ -301,10 +305,12 @@ class _Vocabulary:
     bos_token_id = None
 
     def __init__(self, tokenizer: Any, found: Any):
-        self.tokenizer, self.eos_token_id = tokenizer, found.eos_token
+        self.tokenizer = tokenizer
+        self.eos_token_id = found.eos_token
         # One that is empty is the byte 0xFF alone, which marks control tokens.
         self.tokens = [found.decode_bytes([i]) or b"\xff" for i in range(found.vocab_size)]
-        added, tags = tokenizer.added_tokens_decoder, tags_of(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        tags = tags_of(tokenizer)
         self.special_token_ids = [i for i, token in added.items() if token.special and token.content not in tags]
 
     def __call__(self, text: bytes) -> list[int]:

@@ -56,7 +56,8 @@ class ReasoningReader:
     def tell(self, waits: bool) -> str:
         """The reasoning since the last call; with ``waits``, up to a tag behind which the answer may be."""
         n = len(self.pieces) if self._answer is None or not waits else self._answer - 1
-        told, self._n_told = "".join(self.pieces[self._n_told : n]), n
+        told = "".join(self.pieces[self._n_told : n])
+        self._n_told = n
         return told
 
     @property
@@ -77,7 +78,8 @@ class ReasoningReader:
         return f"{breaks if line else ''}{fence}{self.end}{behind}"
 
     def _take(self, n: int) -> None:
-        text, self._rest = self._rest[:n], self._rest[n:]
+        text = self._rest[:n]
+        self._rest = self._rest[n:]
         self.pieces.append(text)
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:

@@ -133,7 +133,8 @@ class Schema:
 
     def parts(self, schema: Any, is_certain: bool = False) -> list[Json]:
         """A schema and those that it is made of: all that may hold, or all that must hold."""
-        found, todo = dict[int, Json](), [schema]
+        found = dict[int, Json]()
+        todo = [schema]
         for part in todo:  # which grows
             if isinstance(part, dict) and id(part) not in found:
                 found[id(part)] = part

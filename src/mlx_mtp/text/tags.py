@@ -18,7 +18,8 @@ LONGEST_RUN = 16  # closing tags that are looked at together: a model may repeat
 @lru_cache(maxsize=512)
 def _tags_in_value(format: Format, function: str, key: str) -> tuple[Any, Any]:
     """Patterns of the tags in a value of this function's parameter, and of the closing tags alone."""
-    function, key = regex.escape(function), regex.escape(key)
+    function = regex.escape(function)
+    key = regex.escape(key)
     close = rf"</ ?(?P<closed>{format.closed}|(?:{function}|{key})(?!\w)){CLOSED}>?"
     tags = rf"{format.opening}|{close}|(?P<own><{key}[\s>])"
     return regex.compile(rf"(?P<break>(?:{LINE_END}[ \t]{{0,64}}){{1,64}})?(?:{tags})"), regex.compile(SPACE + close)
@@ -30,8 +31,12 @@ class EndOfValue:
     """
 
     def __init__(self, format: Format, function: str, key: str, keys: Set[str], declared: Set[str], names: Set[str]):
-        self.format, self.function, self.key, self.keys = format, function, key, keys
-        self.declared, self.names = declared, names
+        self.format = format
+        self.function = function
+        self.key = key
+        self.keys = keys
+        self.declared = declared
+        self.names = names
         self.tag, self.closing = _tags_in_value(format, function, key)
         self.n_own = 0  # open tags in the value that are named like it
         self.is_inline: bool | None = None  # whether the value begins on the line of its tag
@@ -75,7 +80,8 @@ class EndOfValue:
 
     def _move(self, n: int, behind: str = "") -> None:
         if n > self.n_read:
-            self.n_read, self.behind = n, behind
+            self.n_read = n
+            self.behind = behind
 
     def _read(self, text: str, m: Any, kind: str, is_last: bool) -> bool | None:
         """Read a tag of the value. Return whether the value properly ends with it, or ``None`` to wait for more text."""
@@ -143,10 +149,12 @@ class EndOfValue:
         """Note that the value may end before this tag, with closing tags of these kinds."""
         if rank > self.rank or rank == self.rank == 0:
             # A line break belongs to a closing tag, and all line breaks to an opening one. GLM's own tag has none.
-            breaks, is_right = m["break"] or "", not self.format.has_lines and m[0].endswith(self.format.proper)
+            breaks = m["break"] or ""
+            is_right = not self.format.has_lines and m[0].endswith(self.format.proper)
             start = m.start() + (len(breaks) if is_right else breaks.rindex("\n") if breaks and kinds else 0)
             start -= not is_right and start > m.start() and text[start - 1] == "\r"
-            self.end, self.rank = (start, max(start, end), kinds.strip("p") != ""), rank
+            self.end = (start, max(start, end), kinds.strip("p") != "")
+            self.rank = rank
 
     def _kind(self, closed: str) -> str:
         """The kind of a closing tag: of a parameter, a function or the call; "" if it closes a tag in the value."""
@@ -173,7 +181,8 @@ class EndOfValue:
                 return None
             if not (kind := self._kind(m["closed"])):
                 break
-            kinds, end = kinds + kind, m.end()
+            kinds = kinds + kind
+            end = m.end()
         m = self.format.next.match(text, end, partial=not is_last)
         if m is None:
             return kinds, end, False

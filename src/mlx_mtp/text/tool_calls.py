@@ -65,13 +65,15 @@ class _Buffer:
         return pattern.match(self.rest, partial=not self.is_last)
 
     def take(self, n: int) -> str:
-        taken, self.rest = self.rest[:n], self.rest[n:]
+        taken = self.rest[:n]
+        self.rest = self.rest[n:]
         self.n_taken += len(taken)
         return taken
 
     def take_content(self, n: int) -> None:
         """Take the next n characters, up to the end of a line or of the text so far, as content."""
-        start, text = self.n_taken, self.take(n)
+        start = self.n_taken
+        text = self.take(n)
         if self.events and isinstance(last := self.events[-1], Text):
             self.events[-1] = Text(last.text + text, last.start)
         elif text:
@@ -98,21 +100,25 @@ class _Buffer:
 
     def end_call(self) -> None:
         self.events.append(CallEnds(self.n_calls - 1))
-        self.line, self.is_after_blank = "", True
+        self.line = ""
+        self.is_after_blank = True
 
 
 class _Value:
     """Converts a parameter's value to JSON: a string piece by piece, another value when it is complete."""
 
     def __init__(self, key: str, types: frozenset[str], format: Format):
-        self.key, self.types, self.format = key, types, format
+        self.key = key
+        self.types = types
+        self.format = format
         self.text = ""  # until it is known to be a string
         self.is_string = self.has_begun = False
 
     def write(self, text: str) -> str:
         """Add the next piece of its text. Return the next piece of its JSON."""
         if not self.has_begun:
-            text, self.text = self.text + text, ""
+            text = self.text + text
+            self.text = ""
             if text in ("", "\r"):  # the line end of the tag, or a part of it
                 self.text = text
                 return ""
@@ -139,22 +145,26 @@ class ToolCallParser(_Buffer):
     def __init__(self, schemas: Mapping[str, Any] | None, format: Format = QWEN):
         super().__init__()
         self.format = format
-        self.reads_calls, self.schemas = schemas is not None, schemas or {}
+        self.reads_calls = schemas is not None
+        self.schemas = schemas or {}
         self.marks: Sequence[str] = ()  # lines of content that the parser stops behind, outside of code blocks
         self.mark = ""  # the one behind the events that were returned last
         self._read = self._content  # parses a part of the rest and returns whether to continue
 
     def add(self, text: str) -> list[Event]:
         """Add the next piece of the text. Return its events. Text that may be the beginning of a tag is held back."""
-        self.rest, self.mark = self.rest + text, ""
+        self.rest = self.rest + text
+        self.mark = ""
         while self._read():
             pass
-        events, self.events = self.events, []
+        events = self.events
+        self.events = []
         return events
 
     def finish(self, cut: bool) -> list[Event]:
         """End the text. Return the last events. If it was cut, such as by a token limit, the last tags are not assumed."""
-        self.is_last, self.is_cut = True, cut
+        self.is_last = True
+        self.is_cut = cut
         return self.add("")
 
     @property
@@ -266,7 +276,8 @@ class ToolCallParser(_Buffer):
     def _end_function(self) -> None:
         self.add_arguments("}" if self.keys else "{}")
         self.end_call()
-        self.has_ended, self._read = False, self._after_function
+        self.has_ended = False
+        self._read = self._after_function
 
     def _in_value(self) -> bool:
         n, tags, ends_function = self.end.search(self.rest, self.is_last and not self.is_cut)
@@ -320,7 +331,8 @@ class ToolCallParser(_Buffer):
             self.add_arguments(arguments)
             self.end_call()
         self.take(len(self.rest) if tag is None else tag.start() if tag[0] == START else tag.end())
-        self.has_ended, self._read = True, self._after_function
+        self.has_ended = True
+        self._read = self._after_function
         return bool(self.rest)
 
 
@@ -332,9 +344,11 @@ def _json_calls(text: str) -> list[tuple[str, str]]:
     """The names of a call or of a list of them, and the JSON of their arguments; an error if the text is none."""
     if m := NAMED_JSON.fullmatch(text):
         text = f'{{"name": {json.dumps(m[1])}, "arguments": {m[2]}}}'
-    value, calls = parse_json(text), []
+    value = parse_json(text)
+    calls = []
     for call in value if isinstance(value, list) else [value]:
-        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        name = call["name"]
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str) and arguments.strip():
             arguments = parse_json(arguments)
         if not (isinstance(name, str) and name and isinstance(arguments or {}, dict)):
