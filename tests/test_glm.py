@@ -23,7 +23,7 @@ from tests.support.checkpoints import accepting, config_of, converted, edit, ten
 from tests.support.commands import refused, report
 from tests.support.decoding import PROMPT, difference, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES
-from tests.support.models import DATA, GLM, LATENT, arrays_equal, load_reference
+from tests.support.models import DATA, GLM, LATENT, TRAINED, arrays_equal, load_reference
 
 TOLERANCE = {GLM: 1e-4, LATENT: 5e-4}  # of logits; the Lite model's own order of operations is another
 HEAD = "model.layers.4."
@@ -156,7 +156,7 @@ def second_drafts(model, tokenizer, is_normed):
 
 def test_both_inputs_of_second_drafts_are_measured(monkeypatch):
     """Of a trained model whose head has the same pattern, and a norm that matters."""
-    model, tokenizer = mlx_mtp.load(str(DEMO))
+    model, tokenizer = mlx_mtp.load(TRAINED)
     norm = model.mtp.norm
     norm.weight = norm.weight * (1 + 0.9 * mx.sin(mx.arange(norm.weight.size)))
     monkeypatch.setattr(acceptance, "N_TOKENS", 96)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from ipaddress import ip_address
 from pathlib import Path
@@ -105,10 +105,8 @@ def make_app(frontend: Frontend) -> FastAPI:
     counted = {"object": "response.input_tokens"}
     posts["/v1/responses/input_tokens"] = ResponsesBody, endpoints.count(ResponsesBody, counted)
     for path, (api, post) in posts.items():  # it reads the body itself, to limit its size before its JSON is parsed
-        schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
-        described = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
         name = path.strip("/").replace("/", "_")
-        app.add_api_route(path, post, methods=["POST"], openapi_extra=described, operation_id=name)
+        app.add_api_route(path, post, methods=["POST"], openapi_extra=described(api), operation_id=name)
     gets: dict[str, Callable[..., Any]] = {
         "/": endpoints.root,
         "/health": endpoints.health,
@@ -132,6 +130,13 @@ def make_app(frontend: Frontend) -> FastAPI:
     app.add_middleware(Browsers, names=[options.host, *options.allowed_hosts], origins=options.allowed_origins)
     app.add_middleware(counting, frontend=frontend)
     return app
+
+
+@cache
+def described(api: type[Body]) -> dict[str, Any]:
+    """The body of an API's requests, for OpenAPI."""
+    schema = api.model_json_schema(ref_template="#/components/schemas/{model}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class Endpoints:
