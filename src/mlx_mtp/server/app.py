@@ -362,9 +362,8 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
         finally:
             client = (scope.get("client") or ("unknown",))[0]
             line = f'{client} - "{scope["method"]} {quote(path)}" {status} {id}'  # a path may have line breaks
-            level = (
-                logging.DEBUG if scope["path"] == "/health" else logging.INFO
-            )  # open pages ask for it every two seconds
+            # Open pages ask for the health every two seconds.
+            level = logging.DEBUG if scope["path"] == "/health" else logging.INFO
             logging.log(level, ": ".join([line, *scope.get(FIGURES, ())]))
 
     return counted

@@ -196,9 +196,8 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
             keep(file, key, asdict(result))
     if result.wrong and must_pass:
         raise Float16Error(name, f"{', '.join(result.wrong)} are wrong")
-    model.device = replace(
-        result.device, compiled=result.device.compiled and before.compiled
-    )  # ``--tune`` may turn it off
+    is_compiled = result.device.compiled and before.compiled  # ``--tune`` may turn it off
+    model.device = replace(result.device, compiled=is_compiled)
     model.pace = Pace(result.step_times(model.draft_settings.tuned.seconds))
     if result.wrong:
         remedies = "; ".join(f"{what}: {remedy}" for what, remedy in result.wrong.items())

@@ -27,9 +27,8 @@ from .window import NO_TOKENS, groups_of, normalized, of_members, with_rows
 
 MAX_PENDING = 512  # inputs that steps without the head's drafts leave pending
 
-Pending = list[
-    tuple[mx.array, mx.array, int]
-]  # hidden states [B, T, H], tokens [B, T], and the number of columns that count
+# Hidden states [B, T, H], tokens [B, T], and the number of columns that count
+Pending = list[tuple[mx.array, mx.array, int]]
 
 
 @dataclass(frozen=True)
@@ -177,10 +176,8 @@ class HeadDrafter:
         proposals = [list[Any]() for _ in groups]
         counts = [*limits]
         p_min = [s.task.options.draft_p_min or 0.0 for s in sequences]
-        drafts, likeliest = (
-            list[mx.array](),
-            list[mx.array](),
-        )  # tokens, and the probabilities of the likeliest, each [B, 1]
+        drafts = list[mx.array]()  # tokens, each [B, 1]
+        likeliest = list[mx.array]()  # the probabilities of the likeliest tokens, each [B, 1]
         out = self.catch_up()  # [B, 1, H]
         for i in range(max(limits)):
             if i > 0:

@@ -33,9 +33,8 @@ class ResponsesWriter(Writer):
         self.numbers = count()  # the numbers of events
         self.is_queued = False  # whether the response was created while its model was loaded
         self.id, self.created = RESPONSE + uuid.uuid4().hex, int(time.time())
-        self.keep: Callable[[list[Json], Json], None] = lambda items, response: (
-            None
-        )  # stores the input and the response
+        # Stores the input and the response
+        self.keep: Callable[[list[Json], Json], None] = lambda items, response: None
 
     def _id_of(self, prefix: str) -> str:
         """The id of a next item."""

@@ -9,10 +9,8 @@ from ...text.schema import Json
 from ..request import ApiError
 
 MAX_RESPONSES = 10_000
-RESPONSE, HEX = (
-    "resp_",
-    32,
-)  # the prefix of a response's id, and the digits behind it, which the ids of its items have as well
+RESPONSE = "resp_"  # the prefix of a response's id
+HEX = 32  # the digits behind it, which the ids of its items have as well
 Key = tuple[str, str]  # an id, after the API key of the request
 
 
@@ -21,9 +19,8 @@ class StoredResponses:
 
     def __init__(self, max_bytes: int):
         self.max_bytes, self.nbytes, self.lock = max_bytes, 0, Lock()
-        self.stored: dict[
-            Key, tuple[bytes, bytes]
-        ] = {}  # JSON of the input's items and the response, in the order of use
+        # JSON of the input's items and the response, in the order of use
+        self.stored: dict[Key, tuple[bytes, bytes]] = {}
 
     def keep(self, owner: str, items: list[Json], response: Json) -> None:
         """Store a response and the items of its input, in the form in which OpenAI lists them."""
