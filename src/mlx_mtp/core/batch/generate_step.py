@@ -136,7 +136,7 @@ def _generate(
         while s.task.max_tokens != 0 and s.end is None:
             before = scheduler.decoder.state if scheduler.decoder.sequences else None
             tokens = [token for _, tokens in scheduler.step()[1] for token in tokens]
-            if isinstance(s.end, Exception):  # of its sampler or a processor
+            if isinstance(s.end, Exception):  # Its sampler or a processor has failed.
                 raise s.end
             if n_yielded == 0 and tokens:
                 progress(s.n_prompt, s.n_prompt)

@@ -217,7 +217,7 @@ class BatchGenerator(Scheduler):
         if "samplers" in keywords:
             keywords["sampler"] = keywords.pop("samplers")
         if "logits_processors" in keywords:
-            keywords["logits_processors"] = keywords["logits_processors"] or ()  # as in mlx-lm, None is for none
+            keywords["logits_processors"] = keywords["logits_processors"] or ()  # None is for none, as in mlx-lm.
         options = TextOptions.given(options, keywords)
         limit = options.max_tokens
         if "max_tokens" in keywords or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):

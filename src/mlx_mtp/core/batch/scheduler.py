@@ -46,7 +46,7 @@ class PrefillBudget:
     IDLE_CHUNK = 0.7  # seconds of a chunk while no answer runs, so that a disconnect is noticed within a second
     LONGEST = 2.0  # seconds of a chunk on Metal, where macOS stops passes that take long
     CHOOSE_EVERY = 8  # steps between two choices on several ranks, which wait for each other to choose
-    FADING = 0.8  # of the mean time of a step
+    FADING = 0.8  # the decay of the mean time of a step
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class PrefillBudget:
         self.chunk = 0  # the size chosen last
         self.seconds_per_token: float | None = None
         self.n_measured = 0  # tokens of the text up to the chunk that showed the speed
-        self.step_seconds = 0.0  # of a step, in the mean
+        self.step_seconds = 0.0  # the mean time of a step
         self.owed = 0.0  # seconds of decoding due before the next chunk
-        self.n_steps = 0  # before the next choice
+        self.n_steps = 0  # steps before the next choice
 
     def next(self, n_cached: int, is_running: bool) -> int:
         """The number of prompt tokens to prefill before the next step, after ``n_cached`` others; 0 if a step is due."""
@@ -83,7 +83,7 @@ class PrefillBudget:
 
     def _choose(self, n_cached: int, is_running: bool) -> tuple[int, int]:
         """(tokens to prefill, steps until the next choice)"""
-        seconds = self.seconds(is_running)  # which forgets what is owed if nothing runs
+        seconds = self.seconds(is_running)  # It forgets what is owed if nothing runs.
         speed = self.seconds_per_token
         if self.owed > 0:
             n = 1 if self.ranks is None else min(self.owed / max(self.step_seconds, 1e-6), self.CHOOSE_EVERY)
@@ -139,7 +139,7 @@ class Scheduler:
         self.stream = stream
         self.completion_batch_size = completion_batch_size
         self.keeps_ended = keeps_ended
-        self.prompts: deque[TextSequence] = deque()  # that wait
+        self.prompts: deque[TextSequence] = deque()  # the sequences that wait
         self.planner = Planner(model, depth)
         self.decoder = Decoder(model, kv, self.planner.exchange)
         self.at_work: TextSequence | None = None  # the prompt whose chunk is being prefilled

@@ -15,7 +15,7 @@ SIZE = 16  # bytes of a digest
 class Fingerprinted:
     """A model that computes its fingerprint once. List it before mlx-lm's model among the bases."""
 
-    head_prefix = "mtp."  # of the names of the head's parameters
+    head_prefix = "mtp."  # the beginning of the names of the head's parameters
     _fingerprint: bytes | None = None
 
     def fingerprint(self) -> bytes:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-NAMES = ("keys", "values")  # of the arrays of mlx-lm's caches: [B, H, S, D], or three such arrays if they are quantized
+NAMES = ("keys", "values")  # the arrays of mlx-lm's caches: [B, H, S, D], or three such arrays if they are quantized
 STEP = stock.KVCache.step
 
 
@@ -74,7 +74,7 @@ class IndexedKVCache(Indexed, stock.KVCache):
         return cache
 
 
-# By mlx-lm's class, whose name they have, since prompt cache files name classes, and mlx-lm looks them up among its own.
+# Our classes by mlx-lm's, whose names they have: prompt cache files name classes, and mlx-lm looks them up among its own.
 KINDS: Any = {stock.KVCache: IndexedKVCache, stock.QuantizedKVCache: IndexedQuantizedKVCache}
 for stock_kind, kind in KINDS.items():
     kind.__name__ = stock_kind.__name__

@@ -51,7 +51,7 @@ def check_images(images: Sequence[ImageSpan]) -> None:
 
 @dataclass(frozen=True)
 class Positions:
-    images: tuple[ImageSpan, ...]  # of the text, in order
+    images: tuple[ImageSpan, ...]  # those of the text, in order
     start: int = 0  # the index in the text of the first token in the cache
 
     @property

@@ -198,7 +198,7 @@ def open_prompt_cache(model: nn.Module, entries: list[Any] | PromptCache | None)
             raise misfit(n_layers)
     entries[-1][FINGERPRINT] = mx.array([*model.fingerprint()], mx.uint8)
     cache.images = images
-    evaluate([vars(c) for c in entries])  # those of a file are read now, and not while a pass waits
+    evaluate([vars(c) for c in entries])  # Arrays of a file are read now, and not while a pass waits.
     if cache.last_hidden is not None and not mx.isfinite(cache.last_hidden).all():  # it depends on all of the others
         raise NotANumberError
     return cache

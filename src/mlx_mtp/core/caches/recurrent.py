@@ -46,7 +46,7 @@ def recur(
 class State(NamedTuple):
     """An array of a recurrent layer's cache."""
 
-    shape: tuple[int, ...]  # of one sequence
+    shape: tuple[int, ...]  # that of one sequence
     dtype: mx.Dtype | None = None  # None: that of activations
 
 
@@ -56,9 +56,9 @@ class Split(NamedTuple):
     n_tokens: int
     n_confirmed: int
     snapshot: list[mx.array]  # the arrays of the cache after the confirmed tokens
-    last_inputs: tuple[mx.array, ...]  # those before the pass and its own, each [B, w + T, C]
+    last_inputs: tuple[mx.array, ...]  # the inputs before the pass and its own, each [B, w + T, C]
     drafts: tuple[mx.array, ...]  # the inputs of the recurrence for the drafts: q, k, v, g, beta, each [B, T - n, ...]
-    native: bool | None  # as chosen for the pass
+    native: bool | None  # the choice for the pass
 
 
 def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]]:
@@ -74,7 +74,9 @@ def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]
     # The layers share lists of indices: a range of the device would be more operations.
     mask = None if len(set(kept)) == 1 else mx.array([[n + i < end for i in range(m)] for end in kept])  # [B, m]
     widths = {x.shape[1] - split.n_tokens for split in splits for x in split.last_inputs}
-    ends = {w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths}  # of w last inputs, [B, w, 1]
+    ends = {
+        w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths
+    }  # the indices of w last inputs, [B, w, 1]
     arrays = []
     for split in splits:
         ends_of_inputs = [ends[x.shape[1] - split.n_tokens] for x in split.last_inputs]

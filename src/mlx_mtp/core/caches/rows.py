@@ -68,7 +68,7 @@ class Ends:
 
     lengths: tuple[int, ...] = ()  # the number of tokens in each row, [B]
     shifts: tuple[int, ...] = ()  # position minus index of each row's next token: not 0 in texts with images, [B]
-    made: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)  # by ``next`` and ``of``
+    made: dict[Any, Any] = field(default_factory=dict, init=False, compare=False)  # what ``next`` and ``of`` made
 
     @cached_property
     def columns(self) -> mx.array:
@@ -115,7 +115,7 @@ class KVRows:
         self.kind = type(like)
         for name in self.names:
             setattr(self, name, None)
-        if hasattr(like, "bits"):  # for mlx-lm's attention as well
+        if hasattr(like, "bits"):  # mlx-lm's attention reads them, too.
             self.group_size, self.bits = like.group_size, like.bits
 
     @property
@@ -320,11 +320,11 @@ class Rows:
 
     def _after(self, kept: Sequence[int]) -> list[list[Any]]:
         """The arrays of the recurrent layers after the first ``kept[b]`` tokens of row b in the pass in flight."""
-        splits = [c.split for c in self.recurrent if c.split is not None]  # of all recurrent layers, or of none
+        splits = [c.split for c in self.recurrent if c.split is not None]  # All recurrent layers have one, or none.
         if not splits or min(kept) == self.in_flight:
             return self.states
         recurrent = rewound(splits, kept)
-        mx.async_eval(recurrent)  # now: the device would otherwise idle while the host builds the next pass
+        mx.async_eval(recurrent)  # Otherwise the device would idle while the host builds the next pass.
         return recurrent
 
     def _row(self, entry: KVRows, b: int, n: int) -> Any:

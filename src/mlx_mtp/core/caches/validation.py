@@ -11,7 +11,7 @@ from .indexed import NAMES
 from .recurrent import State
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of MLX's affine quantization
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # those of MLX's affine quantization
 
 Dtypes = tuple[mx.Dtype, ...]
 Shape = tuple[int | None, ...]  # ``None`` for any size

@@ -21,10 +21,10 @@ class DraftCounts:
     """
 
     by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", or the name of a free source
-    source: str = HEAD  # of the latest step's drafts
-    n_latest: int = 0  # of these, the accepted ones
+    source: str = HEAD  # the source of the latest step's drafts
+    n_latest: int = 0  # the number of these that were accepted
     n_timed: int = 0  # tokens of the steps that are timed: all but the first, and those that made a trace
-    seconds: float = 0.0  # of these steps
+    seconds: float = 0.0  # the time of these steps
 
     def of(self, source: str) -> OfSource:
         return self.by_source.setdefault(source, OfSource([], []))

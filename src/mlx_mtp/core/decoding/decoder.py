@@ -102,7 +102,7 @@ class Decoder:
         """Commit the tokens of each sequence: those of the step, or the target's first where the host does not know them."""
         counts = [1] * len(self) if step is None else step.counts
         if step is None:
-            # Before the next pass is queued: otherwise the host would wait for both passes to read the choice.
+            # The choice is queued before the next pass: otherwise the host would wait for both passes to read it.
             mx.async_eval(choice.chosen)
         for b, (s, n) in enumerate(zip(self.sequences, counts)):
             s.commit(choice.tokens, b, n)

@@ -28,8 +28,8 @@ class Exchange:
         self.times = times
         self.unsent: deque[float] = deque()  # this rank's seconds of steps
         self.received: deque[float] = deque()  # rank 0's
-        self.steps: deque[Any] = deque()  # whose seconds have not arrived yet
-        self.checksum = 0  # of the tokens received so far; 24 bits, which float32 holds
+        self.steps: deque[Any] = deque()  # steps whose seconds have not arrived yet
+        self.checksum = 0  # a checksum of the tokens received so far, of 24 bits, which float32 holds
         self.sent: deque[mx.array] = deque()  # the message of each pass whose tokens are not received yet
 
     def agree(self, prompt: list[int], n_cached: int, sampler: AnySampler | None) -> AnySampler | None:

@@ -35,9 +35,11 @@ Pending = list[tuple[mx.array, mx.array, int]]
 class HeadState:
     """The head's caches of B sequences, without the drafts in flight."""
 
-    ends: Ends = field(default_factory=Ends)  # of keys and values from verified hidden states; drafts' come after them
+    ends: Ends = field(
+        default_factory=Ends
+    )  # the ends of keys and values from verified hidden states; drafts' come after them
     firsts: tuple[int, ...] = ()  # the index of each first input: 0, unless mlx-lm filled the caches without the head
-    counts: tuple[int, ...] = ()  # of pending inputs
+    counts: tuple[int, ...] = ()  # the numbers of pending inputs
     # The arrays of a step are not cut to the columns that count: a slice is lazy, and another thread that closes the generator
     # could not evaluate it.
     pending: Pending = field(default_factory=list)

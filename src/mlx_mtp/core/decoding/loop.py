@@ -36,7 +36,7 @@ def step(decoder: Decoder, planner: Planner, move: Callable[[], None]) -> list[S
     if len(decoder) > 0:
         plan = planner.next(decoder)
         drafts = decoder.draft(plan)
-        decoder.roll_back()  # after the drafts are submitted, so that the device has work
+        decoder.roll_back()  # The drafts are submitted, so the device has work meanwhile.
         decoder.verify(plan, drafts)
         planner.start_window(plan, drafts)
     if window is not None and done is None:

@@ -27,8 +27,8 @@ class End(NamedTuple):
     """The end of a step."""
 
     sequences: list[TextSequence]
-    time: float  # in seconds
-    n_traces: int  # that the thread has made
+    time: float  # the clock, in seconds
+    n_traces: int  # the number of traces that the thread has made
 
 
 class Observation(NamedTuple):
@@ -39,7 +39,7 @@ class Observation(NamedTuple):
     is_clear: bool  # whether the seconds are of this step only
     is_alone: bool  # whether no other generation ran since the step before
     n_sequences: int
-    n_tokens: int  # of the longest sequence
+    n_tokens: int  # the tokens of the longest sequence
 
 
 class Planner:

@@ -58,8 +58,8 @@ class TextDrafting:
         self.options = options
         self.counts = counts
         self.acceptance = make_acceptance(options.sampler)
-        self.rates = Rates(MAX_DRAFT_TOKENS)  # of the head's drafts
-        self.free: dict[str, FreeSource] = {}  # by name
+        self.rates = Rates(MAX_DRAFT_TOKENS)  # the acceptance rates of the head's drafts
+        self.free: dict[str, FreeSource] = {}  # the free sources by name
 
     def begin(self, text: Sequence[int]) -> None:
         """Make the free sources, for the text so far."""
@@ -107,9 +107,9 @@ class TextSequence:
         self.drafting = TextDrafting(task.options, counts)
         self.is_embedded = embeddings is not None
         self.images = cache.images
-        self.embeddings = embeddings if isinstance(embeddings, mx.array) else None  # of the rest of the prompt
+        self.embeddings = embeddings if isinstance(embeddings, mx.array) else None  # those of the rest of the prompt
         self.pending = None if isinstance(embeddings, mx.array) else embeddings  # computes ``embeddings``
-        self.cached_text = [] if tokens else cache.text  # before ``tokens``
+        self.cached_text = [] if tokens else cache.text  # the known tokens before ``tokens``
         self.text_start = cache.n_tokens - len(self.cached_text) - len(tokens)  # the index of the first known token
         self._wait(cache, segments, tokens)
         self.prompt_end = cache.n_tokens + self.n_prompt  # the index after the prompt
@@ -120,7 +120,7 @@ class TextSequence:
     ) -> None:
         """Wait for the prefill of segments, whose last ``n_generated`` tokens were generated, after tokens in the cache."""
         self.cache = cache
-        self.tokens = [*tokens]  # that the host knows: of the prefilled prompt, and generated ones
+        self.tokens = [*tokens]  # the tokens that the host knows: of the prefilled prompt, and generated ones
         *before, last = [segment for segment in segments if segment]
         # The segments of the rest of the prompt. The last one is its last token.
         self.segments = [*before, last[:-1], last[-1:]] if len(last) > 1 else [*before, last]
@@ -199,7 +199,7 @@ class TextSequence:
         """Apply the logits processors to logits [1, V] of the position after drafts [t]."""
         assert self.context is not None
         tokens = mx.concatenate([self.context, drafts])
-        if tokens.size > 0:  # as mlx-lm, which has none where the prompt was given as embeddings
+        if tokens.size > 0:  # mlx-lm has none either where the prompt was given as embeddings.
             for processor in self.task.options.logits_processors or ():
                 logits = processor(tokens, logits)
         return logits

@@ -13,7 +13,7 @@ from .sequence import TextSequence
 Token = tuple[int, mx.array, bool]  # a token, its log probabilities [V], and whether it was drafted
 Stepped = tuple[TextSequence, list[Token]]  # a sequence, and its tokens of a step
 
-NO_NUMBER = 1 << 31  # in place of a token where the logits are no distribution
+NO_NUMBER = 1 << 31  # stands for a token where the logits are no distribution
 NO_TOKENS = mx.array([], mx.uint32)
 NO_DRAFTS = mx.array([[]], mx.uint32)  # [1, 0], for any number of sequences
 
@@ -24,14 +24,14 @@ class WindowPlan:
     of_each: tuple[Plan, ...]  # [B]
     whole: Plan  # the largest draft length of any sequence, and whether the drafts need the head
     is_chosen: bool  # whether ``Depth`` has chosen it, and observes the step
-    n_tokens: int = 0  # of the longest sequence, before the window
+    n_tokens: int = 0  # the tokens of the longest sequence before the window
 
 
 @dataclass(frozen=True)
 class Drafts:
-    made: tuple[Plan, ...]  # as planned for each, but the head may give fewer drafts
+    made: tuple[Plan, ...]  # the plans as carried out: the head may give fewer drafts
     tokens: mx.array = NO_DRAFTS  # [B, k]
-    proposals: list[list[Any]] = field(default_factory=list)  # of the head's drafts, for each of ``groups_of``
+    proposals: list[list[Any]] = field(default_factory=list)  # those of the head's drafts, for each of ``groups_of``
 
     def __len__(self) -> int:
         return self.tokens.shape[1]
@@ -55,8 +55,8 @@ class Choice:
     chosen: mx.array  # [B, T]: also tokens of a caller's sampler that the model does not have, and ``NO_NUMBER``
     tokens: mx.array  # [B, T], those that the model can read
     accepted: mx.array  # whether each draft is accepted, given those before it, [B, k]
-    logprobs: mx.array  # of the sequences without logits processors, [B, T, V]
-    own_logprobs: dict[int, mx.array]  # of the other sequences, by index, each [1, n, V]
+    logprobs: mx.array  # those of the sequences without logits processors, [B, T, V]
+    own_logprobs: dict[int, mx.array]  # those of the other sequences, by index, each [1, n, V]
     is_running: list[bool]  # whether each sequence had not ended before
 
     def logprobs_of(self, b: int, t: int) -> mx.array:
@@ -67,7 +67,7 @@ class Choice:
 class Step:
     choice: Choice
     n_accepted: list[int]  # drafts, [B]
-    tokens: list[list[int]]  # of each sequence, up to the token that ends it
+    tokens: list[list[int]]  # the tokens of each sequence, up to the one that ends it
 
     @property
     def counts(self) -> list[int]:
@@ -112,7 +112,7 @@ def choose(window: Window) -> Choice:
                 verdict = sequences[first].drafting.acceptance.accept(texts, of_group[:, :n], drafts, proposals)
                 tokens = with_rows(tokens, members, verdict.tokens)
                 accepted = with_rows(accepted, members, verdict.accepted)
-        except Exception as e:  # of a sampler or processor: it ends these sequences, and no other
+        except Exception as e:  # An error of a sampler or processor ends these sequences, and no other.
             for s in running:
                 s.end = e
     chosen = mx.where(are_numbers, tokens, NO_NUMBER)

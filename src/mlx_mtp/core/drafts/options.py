@@ -14,7 +14,7 @@ from ..pacing.depth import Depth
 from ..sampling.processors import keeps_state
 from .settings import Settings
 
-MAX_TOKENS = 256  # as mlx-lm
+MAX_TOKENS = 256  # mlx-lm's default
 NumDraftTokens = int | Literal["auto"] | Depth
 CopyDrafts = int | Literal["auto", "off"]
 

@@ -23,7 +23,9 @@ class Settings:
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
-    seconds: Mapping[int, float] = field(default_factory=dict, hash=False)  # of steps by draft length, for "auto"
+    seconds: Mapping[int, float] = field(
+        default_factory=dict, hash=False
+    )  # the times of steps by draft length, for "auto"
     compiled: bool = True  # whether passes over a few tokens are
 
     def __str__(self) -> str:
@@ -49,7 +51,7 @@ class DraftLMHead:
         self._bits = bits
         self.ids = None if ids is None else mx.array(ids, mx.uint32)  # [n]
         self.layers = [self._rows(self.ids)]
-        self._tokens = [set(ids or ())]  # of each layer
+        self._tokens = [set(ids or ())]  # the tokens of each layer
 
     def __call__(self, hidden: mx.array, vocab_size: int) -> mx.array:
         """[B, T, H] -> logits [B, T, V], which are -inf for tokens that are not in ``ids``"""
@@ -113,7 +115,7 @@ def quantized_group_size(weight: mx.array) -> int:
 class DraftSettings:
     """``model.draft_settings``, by flags and ``--tune``."""
 
-    tuned: Settings = Settings()  # of ``--tune``
+    tuned: Settings = Settings()  # those of ``--tune``
     lm_head: DraftLMHead | None = None  # the output layer of the drafts; ``None``: the model's own
 
     @property

@@ -44,7 +44,7 @@ class FreeSource(Protocol):
     Committed tokens that ``observe`` has not received yet are counted by ``n_unobserved``.
     """
 
-    name: str  # in ``Plan.source``
+    name: str  # its name in ``Plan.source``
     fixed: int | None  # the number of tokens to draft whenever it has drafts; ``None`` lets ``Depth`` choose
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -71,7 +71,7 @@ class PromptLookup:
         self.fixed = fixed
         self.ends: dict[tuple[int, ...], int] = {}  # the index after the last occurrence of each n-gram
         self.n_indexed = 0  # n-grams
-        self.rates = Rates(self._bucket(LONGEST) + 1)  # by the length of the match
+        self.rates = Rates(self._bucket(LONGEST) + 1)  # the rates by the length of the match
         self.length = 0  # tokens of the match
         self.followed: int | None = None
         self.lost_at: int | None = None  # the index where the last match was wrong

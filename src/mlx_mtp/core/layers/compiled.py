@@ -73,7 +73,7 @@ class Compiler:
     """Runs functions of modules compiled, for one generation: it looks at a module at its first call."""
 
     def __init__(self) -> None:
-        # By the id of the module, which is kept: otherwise a later module may have the same id.
+        # The kinds by the ids of modules, which are kept: otherwise a later module may have the same id.
         self.kinds: dict[int, tuple[Any, Kind | None]] = {}
 
     def forget(self) -> None:

@@ -39,9 +39,11 @@ class Pass:
     attention_rows: int | None = 0  # this and ``fused`` as in ``DevicePasses``
     fused: bool = True
     native: bool | None = None  # whether the recurrence is MLX's own, as ``DevicePasses.native_steps``
-    positions: Positions | None = None  # of a text with images, into which the offset of ``MRoPE`` is an index
+    positions: Positions | None = None  # those of a text with images: the offset of ``MRoPE`` is an index into them
     n_confirmed: int = 0  # tokens before the drafts, which may be rejected; 0: no drafts
-    arrays: dict[Any, Any] = field(default_factory=dict)  # by ``ids`` and of n-gram embeddings, which all layers share
+    arrays: dict[Any, Any] = field(
+        default_factory=dict
+    )  # what all layers share: arrays of ``ids``, and of n-gram embeddings
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int | None) -> Any:
         """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""

@@ -36,7 +36,7 @@ class Indexer(nn.Module):
         super().__init__()
         self.n_heads, self.head_dim = args.indexer_n_heads, args.indexer_head_dim
         self.block_size = args.indexer_compress_ratio  # tokens
-        self.n_blocks = args.indexer_budget // self.block_size  # that a query selects
+        self.n_blocks = args.indexer_budget // self.block_size  # the blocks that a query selects
         self.index_qk_proj = nn.Linear(args.hidden_size, (self.n_heads + 1) * self.head_dim, bias=False)
         self.q_layernorm = Norm(self.head_dim, args.rms_norm_eps)
         self.k_layernorm = Norm(self.head_dim, args.rms_norm_eps)
@@ -79,5 +79,5 @@ def _largest(scores: mx.array, n: int) -> mx.array:
     k = scores.shape[-1] - n
     least = mx.partition(scores, k, axis=-1)[..., k : k + 1]  # the n-th largest
     above, equal = scores > least, scores == least
-    n_equal = mx.cumsum(equal.astype(mx.int32), axis=-1, reverse=True)  # of this block and later ones
+    n_equal = mx.cumsum(equal.astype(mx.int32), axis=-1, reverse=True)  # the equal ones from this block on
     return above | (equal & (n_equal <= n - above.sum(axis=-1, keepdims=True)))

@@ -96,7 +96,8 @@ class Depth:
 
     MARGIN = 0.03  # the gain over plain decoding that drafting requires, since estimates have errors
     PROBING = 0.016  # the share of time that probing may lose
-    # In plain steps, for each unit of the variance of the first draft's acceptance: drafts that pay may be rejected at first.
+    # Probing may lose as many plain steps, times the variance of the first draft's acceptance, since drafts that pay may be
+    # rejected at first.
     FIRST_LOSS = 22.0
     DOUBT = 0.1  # the part of a probe's accepted drafts that is no gain: plain steps before a probe seem slower than they are
 
@@ -131,7 +132,10 @@ class Depth:
             self.is_probing = best == 0
         plan, speed = _faster(times, Plan(best), tokens[best] / seconds[best], offers)
         if plan == PLAIN_PLAN and chooses_head:
-            rate, plain = tokens[1] - 1, times.estimate[0]  # of the first draft, and seconds of a plain step
+            rate, plain = (
+                tokens[1] - 1,
+                times.estimate[0],
+            )  # the first draft's acceptance rate, and seconds of a plain step
             if self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain):
                 # A probe: the best number of drafts costs least, and shows most if the text has changed.
                 return Plan(best_length(tokens, [math.inf, *seconds[1:]]))

@@ -9,11 +9,11 @@ import numpy as np
 
 from . import MAX_DRAFT_TOKENS
 
-N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # of drafts with times, from 0: the rows of a pass over four sequences
+N_LENGTHS = 4 * (MAX_DRAFT_TOKENS + 1)  # draft lengths with times, from 0: the rows of a pass over four sequences
 LONG = 1024  # tokens from which on, and at each doubling, times are kept apart: those of attention grow with the keys
 TYPICAL = {0: 0.02, 1: 0.024, 2: 0.028}  # seconds, for a model whose steps were not timed when it was loaded
 HEAD = "head"  # the source whose drafts cost passes of the head; those of ``drafts/sources.py`` are free
-FREE = "free"  # in the plan of a window: drafts of free sources alone
+FREE = "free"  # the source of a window's drafts if all are free
 
 
 class Plan(NamedTuple):
@@ -60,8 +60,8 @@ class StepTimes:
         self.n_counted: dict[Plan, int] = {}
         self.n_odd: dict[Plan, int] = {}  # steps in succession far longer than expected, or far shorter if negative
         self.plain_age = 0.0 if first is seconds else math.inf  # steps with drafts since a plain step was measured
-        self.n_tokens = 0  # of the longest sequence when a time was last measured
-        # By the number of sequences and of doublings of their length: these times are those of one sequence that is not long
+        self.n_tokens = 0  # the length of the longest sequence when a time was last measured
+        # The times by the number of sequences and of doublings of their length: these are those of one that is not long.
         self.by_size = {(1, 0): self}
         self._update()
 
@@ -153,7 +153,7 @@ class Pace:
     """What all generations of a model share, ``model.pace``: ``Planner`` reads and changes it."""
 
     times: StepTimes = field(default_factory=StepTimes)
-    turn: object = None  # of the generation that last submitted work to the device
+    turn: object = None  # the turn of the generation that last submitted work to the device
 
 
 def on_lines(points: Sequence[tuple[int, float]], n: int) -> list[float]:

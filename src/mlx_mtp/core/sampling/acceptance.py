@@ -22,7 +22,7 @@ class Drafted(NamedTuple):
     """A text and its drafts in a window."""
 
     acceptance: "Acceptance"
-    position: int  # of the first draft, counted from the first generated token
+    position: int  # that of the first draft, counted from the first generated token
     n: int = 1
     are_copies: bool = False  # proposals with probability one, q(x) = 1
 
@@ -60,7 +60,7 @@ class TokenMatch:
         return Verdict(tokens, tokens[:, :-1] == drafts[:, : tokens.shape[1] - 1])
 
 
-GREEDY = TokenMatch(greedy_sampler)  # of all texts
+GREEDY = TokenMatch(greedy_sampler)  # one for all texts
 
 
 @dataclass(frozen=True)
