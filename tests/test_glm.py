@@ -63,8 +63,7 @@ def test_backbone_head_and_further_drafts_have_the_values_of_transformers(case):
         for name, got in {"logits": logits, "hidden": hidden, "draft": drafts}.items():
             assert difference(got[0, -n:], values[f"{name}{j}"]) <= TOLERANCE[family], (name, j)
         assert difference(second[0, 0], values[f"second{j}"]) <= TOLERANCE[family]
-        for k in (0, 1, 3):
-            assert mtp(ids[0], model, max_tokens=24, num_draft_tokens=k) == values[f"greedy{j}"].tolist()
+        assert mtp(ids[0], model, max_tokens=24, num_draft_tokens=j) == values[f"greedy{j}"].tolist()
 
 
 def test_a_window_changes_no_row_and_is_what_single_tokens_are(case):

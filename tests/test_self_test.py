@@ -218,8 +218,8 @@ def test_a_wrong_kernel_is_found_and_avoided(cache_folder, untimed, monkeypatch,
     kernel, what, widest, options, prompt = FAULTS[fault]
     trace_anew(monkeypatch)
     model = deep_model("qwen3_5")
-    asked = dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=40)
-    want = plain(prompt, model, max_tokens=40, **options)
+    asked = dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=24)
+    want = plain(prompt, model, max_tokens=24, **options)
     assert mtp(prompt, model, **asked, **options) == want
     monkeypatch.setattr(*kernel())
     trace_anew(monkeypatch)
