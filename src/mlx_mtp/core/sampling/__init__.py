@@ -39,8 +39,8 @@ class Sampling:
     top_p: float = _parameter(1.0, "Sampling top-p", 1)
     top_k: int = _parameter(0, "Sampling top-k; 0 is all tokens", requested=(-1, 2**31))
     min_p: float = _parameter(0.0, "Sampling min-p", 1)
-    xtc_probability: float = _parameter(0.0, "Probability that XTC applies to a token", 1)
-    xtc_threshold: float = _parameter(0.1, "XTC excludes all but the last of the tokens above this probability", 0.5)
+    xtc_probability: float = _parameter(0.0, "Probability of XTC sampling to happen each next token", 1)
+    xtc_threshold: float = _parameter(0.1, "Threshold the probs of each next token candidate to be sampled by XTC", 0.5)
     top_n_sigma: float = _parameter(
         0.0,
         "Sampling top-n-sigma, the deviations that a logit may be below the largest; 0 is off",
