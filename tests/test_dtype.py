@@ -56,87 +56,132 @@ def types(module) -> set:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    """A checkpoint in bfloat16."""
-    return str(write_tiny(tmp_path_factory.mktemp("tiny") / "model", "qwen3_5", BF16, **VOCAB))
+def in_bfloat16(tmp_path_factory):
+    """A checkpoint."""
+    return str(write_tiny(tmp_path_factory.mktemp("bfloat16") / "model", "qwen3_5", BF16, **VOCAB))
 
 
 @pytest.fixture(scope="module")
-def quantized(tiny, tmp_path_factory):
-    return str(converted(tiny, tmp_path_factory.mktemp("4") / "model", quantize=True, q_bits=4, q_group_size=32))
+def in_float32(tmp_path_factory):
+    """A checkpoint."""
+    return str(write_tiny(tmp_path_factory.mktemp("float32") / "model", "qwen3_5", **VOCAB))
 
 
-CHOICES = [
-    (M1, {}, F16),
-    (M2, {}, F16),
-    (M3, {}, BF16),
-    ("x86_64", {}, BF16),
-    (M1, {"mtp": False}, F16),
-    (M1, {"dtype": "bfloat16"}, BF16),
-    (M3, {"dtype": "float16", "mtp": False}, F16),
-    (M1, {"draft_vocab": 100, "draft_head_bits": 4, "mtp_bits": 4}, F16),
-    (M1, {"lazy": True}, BF16),  # nothing is read, so no value is looked at
-    (M3, {"lazy": True, "dtype": "float16"}, F16),
+@pytest.fixture(scope="module")
+def in_4_bits(in_bfloat16, tmp_path_factory):
+    """The checkpoint in bfloat16, quantized."""
+    return str(converted(in_bfloat16, tmp_path_factory.mktemp("4") / "model", quantize=True, q_bits=4, q_group_size=32))
+
+
+CHOICES = [  # an architecture, options of load, and the type; and whether the checkpoint is quantized, by default
+    (M1, {}, F16, True),
+    (M2, {}, F16, False),
+    (M3, {}, BF16, True),
+    ("x86_64", {}, BF16, False),
+    (M1, {"mtp": False}, F16, True),
+    (M1, {"dtype": "bfloat16"}, BF16, False),
+    (M3, {"dtype": "float16", "mtp": False}, F16, True),
+    (M1, {"lazy": True}, BF16, True),  # nothing is read, so no value is looked at
+    (M3, {"lazy": True, "dtype": "float16"}, F16, False),
 ]
-CHOICES = [
-    (*choice, is_quantized)
-    for i, choice in enumerate(CHOICES)
-    for is_quantized in ((True, False) if LONG or "draft_vocab" in choice[1] else (i % 2 == 0,))
-]
+if LONG:
+    CHOICES = [(*choice, is_quantized) for *choice, _ in CHOICES for is_quantized in (True, False)]
 
 
 @pytest.mark.parametrize(("architecture", "options", "want", "is_quantized"), CHOICES)
-def test_all_weights_have_one_type(chip, tiny, quantized, architecture, options, want, is_quantized):
+def test_all_weights_have_one_type(chip, in_bfloat16, in_4_bits, architecture, options, want, is_quantized):
     chip(architecture)
-    if is_quantized and "draft_head_bits" in options:
-        options = options | {"draft_head_bits": 3}
-    model, _ = load(quantized if is_quantized else tiny, **options)
+
+    model, _ = load(in_4_bits if is_quantized else in_bfloat16, **options)
+
     assert types(model) == {want}
-    if "draft_vocab" in options:
-        lm_head = model.draft_settings.lm_head
-        assert types(lm_head.layers[0]) == {want}
-        assert model.draft_logits(mx.zeros((1, 1, model.hidden_size), want), lm_head).dtype == want
 
 
-def test_float32_stays_where_a_checkpoint_has_it(chip, tmp_path):
-    """A checkpoint in float32 is cast only if asked, and mlx-lm's predicate keeps the decay. Float32 beside bfloat16 stays.
-
-    Nothing is cast to it.
-    """
+@pytest.mark.parametrize(("is_quantized", "bits"), [(False, 4), (True, 3)])
+def test_the_drafts_output_layer_has_the_type(chip, in_bfloat16, in_4_bits, is_quantized, bits):
     chip(M1)
-    folder = str(write_tiny(tmp_path / "float32", "qwen3_5", **VOCAB))
-    assert types(load(folder)[0]) == {F32}
-    for options in ({"dtype": "float16"}, {"dtype": "float16", "mtp": False}):
-        assert types(load(folder, **options)[0]) == {F16}
-        decays = {p.dtype for name, p in parameters(load(folder, **options)[0]).items() if name.endswith("A_log")}
-        assert decays == {F32}
-    for value in ("float32", "half", "", 16):
-        with pytest.raises(ValueError, match="dtype must be one of auto, bfloat16, float16, not "):
-            load(folder, dtype=value)
-    few = write_tiny(tmp_path / "few", "qwen3_5", BF16, **VOCAB)
-    edit(few, lambda w: w.update({name: x.astype(F32) for name, x in w.items() if name.endswith("dt_bias")}))
-    cast = parameters(load(str(few))[0])
-    assert {name.rpartition(".")[2] for name, p in cast.items() if p.dtype == F32} == {"A_log", "dt_bias"}
-    edit(few, lambda w: w.update({name: x.astype(BF16) for name, x in w.items() if x.dtype == F32}))
-    assert {p.dtype for p in parameters(load(str(few))[0]).values()} == {F16}
+
+    model, _ = load(in_4_bits if is_quantized else in_bfloat16, draft_vocab=100, draft_head_bits=bits, mtp_bits=4)
+
+    lm_head = model.draft_settings.lm_head
+    assert types(model) == types(lm_head.layers[0]) == {F16}
+    assert model.draft_logits(mx.zeros((1, 1, model.hidden_size), F16), lm_head).dtype == F16
 
 
-def test_an_adapter_has_the_type_of_its_model(chip, tiny, tmp_path):
-    adapter = make_adapter(tiny, tmp_path / "adapter")
-    file = str(adapter / "adapters.safetensors")
+def test_a_checkpoint_in_float32_stays_so(chip, in_float32):
+    chip(M1)
+
+    assert types(load(in_float32)[0]) == {F32}
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_a_checkpoint_in_float32_is_cast_if_asked(chip, in_float32, options):
+    """mlx-lm's predicate keeps the decay."""
+    chip(M1)
+
+    model, _ = load(in_float32, dtype="float16", **options)
+
+    assert types(model) == {F16}
+    assert {p.dtype for name, p in parameters(model).items() if name.endswith("A_log")} == {F32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "half", "", 16])
+def test_nothing_else_is_cast_to(in_float32, dtype):
+    with pytest.raises(ValueError, match="dtype must be one of auto, bfloat16, float16, not "):
+        load(in_float32, dtype=dtype)
+
+
+def in_type_where(folder, dtype, is_meant):
+    """Cast the tensors of a checkpoint for whose name and array ``is_meant``."""
+    edit(folder, lambda w: w.update({name: x.astype(dtype) for name, x in w.items() if is_meant(name, x)}))
+
+
+def test_float32_beside_bfloat16_stays(chip, in_bfloat16, tmp_path):
+    chip(M1)
+    folder = shutil.copytree(in_bfloat16, tmp_path / "model")
+    in_type_where(folder, F32, lambda name, _: name.endswith("dt_bias"))
+
+    model, _ = load(str(folder))
+
+    in_float32 = {name.rpartition(".")[2] for name, p in parameters(model).items() if p.dtype == F32}
+    assert in_float32 == {"A_log", "dt_bias"}
+
+
+def test_a_decay_in_bfloat16_is_cast_with_the_others(chip, in_bfloat16, tmp_path):
+    chip(M1)
+    folder = shutil.copytree(in_bfloat16, tmp_path / "model")
+    in_type_where(folder, BF16, lambda _, x: x.dtype == F32)
+
+    model, _ = load(str(folder))
+
+    assert {p.dtype for p in parameters(model).values()} == {F16}
+
+
+@pytest.fixture(scope="module")
+def adapter(in_bfloat16, tmp_path_factory):
+    """An adapter in bfloat16."""
+    folder = make_adapter(in_bfloat16, tmp_path_factory.mktemp("adapter") / "adapter")
+    file = str(folder / "adapters.safetensors")
     mx.save_safetensors(file, {name: w.astype(BF16) for name, w in mx.load(file).items()})
+    return str(folder)
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_an_adapter_has_the_type_of_its_model(chip, in_bfloat16, adapter, options):
     chip(M1)
-    for options in ({}, {"mtp": False}):
-        model, _ = load(tiny, adapter_path=str(adapter), **options)
-        assert any("lora_a" in name for name in parameters(model))
-        assert types(model) == {F16}
+
+    model, _ = load(in_bfloat16, adapter_path=adapter, **options)
+
+    assert any("lora_a" in name for name in parameters(model))
+    assert types(model) == {F16}
 
 
 # What float16 cannot hold
 
 
-def enlarged(tiny, tmp_path, name, factor):
-    folder = shutil.copytree(tiny, tmp_path / "enlarged")
+def enlarged(checkpoint, tmp_path, name, factor):
+    """A copy of a checkpoint with one tensor times a factor."""
+    folder = shutil.copytree(checkpoint, tmp_path / "enlarged")
     edit(folder, lambda weights: weights.update({name: weights[name] * factor}))
     return str(folder)
 
@@ -145,22 +190,24 @@ HUGE = "language_model.model.layers.1.mlp.down_proj.weight", 1e7
 HUGE_HEAD = "language_model.mtp.fc.weight", 1e7
 HOT = "language_model.model.layers.1.mlp.up_proj.weight", 5e4  # these values fit, activations do not
 HOT_HEAD = "language_model.mtp.layers.0.mlp.up_proj.weight", 5e4
+OF_VALUES, OF_ACTIVATIONS = "values beyond 65,504", "not finite"
 
 
-@pytest.mark.parametrize("options", [{}, {"mtp": False}])
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [*product((HUGE, HUGE_HEAD), ["values beyond 65,504"]), *product((HOT, HOT_HEAD), ["not finite"])],
-)
-def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog, change, reason, options):
+    ("change", "options", "reason"),
+    [
+        (HUGE, {}, OF_VALUES), (HUGE, {"mtp": False}, OF_VALUES), (HUGE_HEAD, {}, OF_VALUES),
+        (HOT, {}, OF_ACTIVATIONS), (HOT, {"mtp": False}, OF_ACTIVATIONS), (HOT_HEAD, {}, OF_ACTIVATIONS),
+    ],
+)  # fmt: skip
+def test_what_float16_cannot_hold_stays_in_bfloat16(chip, in_bfloat16, tmp_path, caplog, change, options, reason):
     chip(M1)
-    folder = enlarged(tiny, tmp_path, *change)
-    if options and "mtp" in change[0]:  # plain mlx-lm drops the head
-        assert types(load(folder, **options)[0]) == {F16}
-        return
+    folder = enlarged(in_bfloat16, tmp_path, *change)
     want = parameters(load(folder, dtype="bfloat16", **options)[0])
     assert caplog.text == ""
+
     model, _ = load(folder, **options)
+
     found = parameters(model)
     assert all(mx.array_equal(found[name], w) and found[name].dtype == w.dtype for name, w in want.items())
     assert types(model) == {BF16}
@@ -172,50 +219,71 @@ def test_what_float16_cannot_hold_stays_in_bfloat16(chip, tiny, tmp_path, caplog
         load(folder, dtype="float16", **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"mtp": False}])
-def test_what_failed_in_float16_is_not_tried_again(chip, tiny, tmp_path, monkeypatch, caplog, options):
-    """On this machine, until the checkpoint changes."""
-    folder, check, cast = enlarged(tiny, tmp_path, *HUGE), dtypes.check_float16, []
-    monkeypatch.setattr(dtypes, "check_float16", lambda *args: cast.append(args) or check(*args))
+@pytest.mark.parametrize("change", [HUGE_HEAD, HOT_HEAD])
+def test_a_head_that_is_not_loaded_is_no_reason(chip, in_bfloat16, tmp_path, change):
+    """As plain mlx-lm, which drops the head."""
     chip(M1)
-    for _ in range(2):
+
+    model, _ = load(enlarged(in_bfloat16, tmp_path, *change), mtp=False)
+
+    assert types(model) == {F16}
+
+
+@pytest.mark.parametrize("options", [{}, {"mtp": False}])
+def test_what_failed_in_float16_is_not_tried_again(chip, in_bfloat16, tmp_path, monkeypatch, caplog, options):
+    """On this machine, until the checkpoint changes."""
+    folder, check, tried = enlarged(in_bfloat16, tmp_path, *HUGE), dtypes.check_float16, []
+    monkeypatch.setattr(dtypes, "check_float16", lambda *args: tried.append(args) or check(*args))
+
+    def load_on(architecture, **dtype):
+        """The types of the model, what the log says, and how often float16 was tried, all told."""
+        chip(architecture)
         caplog.clear()
-        assert types(load(folder, **options)[0]) == {BF16}
-        assert "values beyond 65,504" in caplog.text
-        assert len(cast) == 1
-    with pytest.raises(ValueError, match="values beyond 65,504"):
-        load(folder, dtype="float16", **options)
-    chip(M2)
-    load(folder, **options)
+        model, _ = load(folder, **options, **dtype)
+        return types(model), OF_VALUES in caplog.text, len(tried)
+
+    assert load_on(M1) == ({BF16}, True, 1)
+    assert load_on(M1) == ({BF16}, True, 1)
+    with pytest.raises(ValueError, match=OF_VALUES):
+        load_on(M1, dtype="float16")
+    n_tried = len(tried)
+    assert load_on(M2) == ({BF16}, True, n_tried + 1)
     edit(Path(folder), lambda weights: weights.update({HUGE[0]: weights[HUGE[0]] / HUGE[1]}))
-    caplog.clear()
-    assert types(load(folder, **options)[0]) == {F16}
-    assert (len(cast), caplog.text) == (4, "")
+    assert load_on(M2) == ({F16}, False, n_tried + 2)
+    assert (n_tried, caplog.text) == (2, "")
 
 
-def test_the_self_test_decides(chip, tiny, tmp_path, monkeypatch, caplog):
-    """Passes that differ in float16 alone are a reason for bfloat16; of a type that is asked for they are a warning."""
+@pytest.fixture
+def wrong_in_float16(chip, tmp_path, monkeypatch):
+    """A device whose compiled passes are wrong in float16 alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loading, "ensure_tested", self_test.ensure_tested)
     accepting(monkeypatch, 0.9)
-    rounding = {F16: float("nan"), BF16: 0.0}
-    run = lambda model: SelfTest(0.03, compiled=rounding[model.layers[0].dtype])  # noqa: E731
-    monkeypatch.setattr(self_test, "run", run)
+    differences = {F16: float("nan"), BF16: 0.0}
+    monkeypatch.setattr(self_test, "run", lambda model: SelfTest(0.03, compiled=differences[model.layers[0].dtype]))
     chip(M1)
+
+
+def test_passes_that_differ_in_float16_alone_are_a_reason_for_bfloat16(wrong_in_float16, in_bfloat16, caplog):
     for _ in range(2):  # the second time the result is known
         caplog.clear()
-        model, _ = load(tiny)
+
+        model, _ = load(in_bfloat16)
+
         assert (types(model), model.device.compiled) == ({BF16}, True)
         (record,) = caplog.records
         assert "does not run in float16 (compiled passes are wrong)" in record.message
-    caplog.clear()
-    model, _ = load(tiny, dtype="float16")
+
+
+def test_passes_that_differ_in_a_type_that_is_asked_for_are_a_warning(wrong_in_float16, in_bfloat16, caplog):
+    model, _ = load(in_bfloat16, dtype="float16")
+
     assert (types(model), model.device.compiled) == ({F16}, False)
     assert "are wrong on this device" in caplog.text
 
 
-def test_the_first_model_is_freed(chip, tiny, tmp_path):
-    folder = enlarged(tiny, tmp_path, *HUGE)
+def test_the_first_model_is_freed(chip, in_bfloat16, tmp_path):
+    folder = enlarged(in_bfloat16, tmp_path, *HUGE)
     chip(M1)
     gc.collect()
     before = mx.get_active_memory()
@@ -389,22 +457,22 @@ def test_a_vision_encoder_beyond_float16_keeps_its_type(chip, tmp_path, caplog):
 # The command line
 
 
-def test_a_head_is_fitted_in_it(tiny, tmp_path, monkeypatch, capsys):
+def test_a_head_is_fitted_in_it(in_bfloat16, tmp_path, monkeypatch, capsys):
     """Also the head that is written, which load casts to the backbone's. A model that float16 cannot hold is refused."""
     monkeypatch.setattr(fitting.Comparison, "is_better", True)
     prompts, flags = tmp_path / "prompts.txt", "--iters 1 --answers 1 --max-tokens 4 --drafts 1 --dtype float16"
     prompts.write_text("\n---\n".join(f"prompt {i}" for i in range(12)))
     argv = ["--prompts", prompts, *flags.split()]
     main = resolve_name(COMMANDS["fit"][0]).main
-    status, _, err = run_command(main, capsys, "--model", tiny, "--mlx-path", tmp_path / "fitted", *argv)
+    status, _, err = run_command(main, capsys, "--model", in_bfloat16, "--mlx-path", tmp_path / "fitted", *argv)
     assert (status, err) == (0, "")
     assert {w.dtype for w in mx.load(str(tmp_path / "fitted" / "mtp.safetensors")).values()} == {F16}
     assert types(load(str(tmp_path / "fitted"))[0]) == {BF16}
-    huge = enlarged(tiny, tmp_path, *HUGE)
+    huge = enlarged(in_bfloat16, tmp_path, *HUGE)
     assert "does not run in float16" in refusal(main, capsys, "--model", huge, "--mlx-path", tmp_path / "no", *argv)
 
 
-def test_doctor_tells_the_type(tiny, monkeypatch, capsys):
+def test_doctor_tells_the_type(in_bfloat16, monkeypatch, capsys):
     monkeypatch.setattr(about, "ensure_tested", lambda *_: None)
-    _, out, _ = run_command(about.doctor.main, capsys, "--model", tiny, "--dtype", "float16")
+    _, out, _ = run_command(about.doctor.main, capsys, "--model", in_bfloat16, "--dtype", "float16")
     assert report(out)["Type"] == "float16"
