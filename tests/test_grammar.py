@@ -535,7 +535,7 @@ def parameters(draw):
     st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from(VALUES), max_size=3), min_size=4, max_size=10),
     st.booleans(),
 )
-@examples(100)
+@examples(60)
 def test_a_call_is_allowed_where_what_the_client_gets_is_valid(tokenizers, format, schema, calls, strict):
     tokenizer = tokenizers[format]
     try:

@@ -217,7 +217,7 @@ def test_a_wrong_kernel_is_found_and_avoided(cache_folder, untimed, monkeypatch,
     """The text is that of plain decoding without the fault, whatever drafts are asked for; with the fault it was another."""
     kernel, what, widest, options, prompt = FAULTS[fault]
     trace_anew(monkeypatch)
-    model = deep_model("qwen3_5")
+    model = tiny_model("qwen3_5")
     asked = dict(num_draft_tokens=4 if fault == "recurrence" else 8, copy_drafts=16, max_tokens=24)
     want = plain(prompt, model, max_tokens=24, **options)
     assert mtp(prompt, model, **asked, **options) == want

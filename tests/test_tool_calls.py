@@ -140,7 +140,7 @@ laws = {"suppress_health_check": [HealthCheck.too_slow]}
 
 
 @every_template
-@settings(examples(40), **laws)
+@settings(examples(25), **laws)
 @given(st.data(), sizes_)
 def test_reads_what_the_template_writes(format, data, sizes):
     content, calls, schemas, text = data.draw(answers(format))
@@ -153,7 +153,7 @@ def test_reads_what_the_template_writes(format, data, sizes):
 
 
 @every_format
-@settings(examples(100), **laws)
+@settings(examples(60), **laws)
 @given(st.data(), sizes_, st.booleans())
 def test_loses_nothing(format, data, sizes, cut):
     parts = data.draw(st.lists(st.sampled_from(PARTS[format]) | st.just(""), max_size=25))
@@ -518,7 +518,7 @@ def spoken(draw, format) -> tuple[str, str, list]:
 
 
 @every_format
-@settings(examples(100), **laws)
+@settings(examples(60), **laws)
 @given(st.data(), sizes_)
 def test_an_answer_is_its_words_and_its_calls(format, data, sizes):
     text, content, calls = data.draw(spoken(format))
