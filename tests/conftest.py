@@ -82,6 +82,14 @@ def _quick_loading():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Samplers without a seed draw from a state that each test begins with."""
+    import mlx.core as mx
+
+    mx.random.seed(0)
+
+
 @pytest.fixture
 def hub():
     """The stand-in for the hub, with nothing on it; no heads were fetched from it."""

@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_used_is_known_at_the_start(model, tmp_path, mon
 
 
 def use(stores, key, model):
-    stores.use(key, model, SimpleNamespace(has_chat_template=False), 1 << 30)
+    stores.use(key, model, SimpleNamespace(has_chat_template=False, chat_template=None), 1 << 30)
 
 
 def test_models_share_the_space_and_find_their_texts_again():
