@@ -22,7 +22,7 @@ every_way = pytest.mark.parametrize("way", ["alone", "batch of three"])
 PROCESSORS = [*make_logits_processors(repetition_penalty=1.3), faulty(math.inf)]
 COMPANY: list[dict[str, Any]] = [
     dict(prompt=[9, 2, 6, 5], max_tokens=5, num_draft_tokens=1),
-    dict(prompt=[8], max_tokens=24, sampler=make_sampler(1.0, seed=5), logits_processors=PROCESSORS),
+    dict(prompt=[8], max_tokens=16, sampler=make_sampler(1.0, seed=5), logits_processors=PROCESSORS),
 ]
 
 
