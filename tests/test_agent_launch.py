@@ -171,10 +171,11 @@ def test_what_the_server_cannot_run_is_its_own_sentence(capfd):
 CLIENT_IN_TERMINAL = """
 import os, signal, sys
 interrupts = []
-signal.signal(signal.SIGINT, lambda *_: (interrupts.append(1), print("interrupted", flush=True)))
+say = lambda line: os.write(1, f"{line}\\n".encode())  # a signal within print cannot print
+signal.signal(signal.SIGINT, lambda *_: (interrupts.append(1), say("interrupted")))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(len(interrupts)))
-signal.signal(signal.SIGWINCH, lambda *_: print(*os.get_terminal_size(), flush=True))
-print("begun", os.getpid(), flush=True)
+signal.signal(signal.SIGWINCH, lambda *_: say("{} {}".format(*os.get_terminal_size())))
+say(f"begun {os.getpid()}")
 while True:
     signal.sigtimedwait([], 0.1)  # a signal that comes before a wait without an end would not end it
 """

@@ -423,7 +423,9 @@ def unloading():
 
 
 def rest(engine):
-    """Let an hour pass without a request."""
+    """Let an hour pass without a request, unless nothing is loaded."""
+    if engine.frontend.models.key is None:
+        return
     engine.engine.last_active -= 3600
     deadline = time.monotonic() + 60
     while engine.frontend.models.key is not None or mx.get_cache_memory() > 0:
