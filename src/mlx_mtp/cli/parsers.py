@@ -26,51 +26,64 @@ def demo_parser() -> argparse.ArgumentParser:
 def generate_parser() -> argparse.ArgumentParser:
     from mlx_lm.generate import setup_arg_parser
 
-    description = "Generate text, with drafts of the model's own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp generate", description)
+    parser = extend(setup_arg_parser(), "mlx_mtp generate", "Generate text, with drafts of the model's own MTP head.")
     add = parser.add_argument
-    prompt = (
-        r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not in "
-        "stdin: use '-' for text as it is, such as LaTeX or Windows paths."
+    add(
+        "--prompt",
+        "-p",
+        default=parser.get_default("prompt"),
+        help=r"Message to be processed by the model ('-' reads from stdin). \n and \t become a line break and a tab, but not "
+        "in stdin: use '-' for text as it is, such as LaTeX or Windows paths.",
     )
-    add("--prompt", "-p", default=parser.get_default("prompt"), help=prompt)
     add_sampling(parser, are_advised=False)
     add("--chat-template-config", type=json_object, default="{}", help=TEMPLATE_HELP)
-    schema = "Generate JSON that follows this schema, or the schema in this file."
-    add("--json-schema", metavar="FILE|JSON", help=schema)
+    add(
+        "--json-schema", metavar="FILE|JSON", help="Generate JSON that follows this schema, or the schema in this file."
+    )
     add_drafting(parser)
     add("--draft-model", help="Not supported: use mlx_lm.generate.")
-    check = "Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding."
-    add("--check", action="store_true", help=check)
+    add(
+        "--check",
+        action="store_true",
+        help="Generate with and without MTP and compare: exit status 1 if a token differs by more than rounding.",
+    )
     return finish(parser)
 
 
 def chat_parser() -> argparse.ArgumentParser:
     from mlx_lm.chat import setup_arg_parser
 
-    description = "Chat with a model, with drafts of its own MTP head."
-    parser = extend(setup_arg_parser(), "mlx_mtp chat", description)
+    parser = extend(setup_arg_parser(), "mlx_mtp chat", "Chat with a model, with drafts of its own MTP head.")
     add_sampling(parser)
     add_drafting(parser)
     parser.set_defaults(model=str(DEMO))
     add_flags(parser, ["--images"])
-    thinking = "Turn thinking on or off (default: on, if the model supports it)."
-    parser.add_argument("--thinking", choices=("on", "off"), help=thinking)
+    parser.add_argument(
+        "--thinking", choices=("on", "off"), help="Turn thinking on or off (default: on, if the model supports it)."
+    )
     return finish(parser)
 
 
 def convert_parser() -> argparse.ArgumentParser:
     from mlx_lm.convert import configure_parser
 
-    description = "Convert a Hugging Face model to MLX format, with its MTP head."
-    parser = extend(configure_parser(), "mlx_mtp convert", description)
+    parser = extend(
+        configure_parser(), "mlx_mtp convert", "Convert a Hugging Face model to MLX format, with its MTP head."
+    )
     add = parser.add_argument
     # mlx-lm's flags, whose defaults depend on the mode
     add("--q-bits", type=int, metavar="BITS", help="Bits per weight for quantization (default: 4, and 8 for mxfp8).")
-    group_size = "Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others)."
-    add("--q-group-size", type=int, metavar="N", help=group_size)
-    recipe = "Convert the published model of this name to 4 bits; other flags take precedence."
-    add("--recipe", metavar="NAME", help=recipe)
+    add(
+        "--q-group-size",
+        type=int,
+        metavar="N",
+        help="Group size for quantization (default: 64 for affine, 16 for nvfp4, 32 for others).",
+    )
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="Convert the published model of this name to 4 bits; other flags take precedence.",
+    )
     add("--adapter-path", help="Fuse the trained adapter weights in this folder into the model.")
     add("--revision", help="Branch, tag or commit of the Hugging Face repo.")
     add("--no-mtp", dest="mtp", action="store_false", help="Convert without the MTP head.")
@@ -79,8 +92,11 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--graft-revision", help="Branch, tag or commit of the base model's Hugging Face repo.")
     add("--no-vision", dest="vision", action="store_false", help="Convert without the vision encoder.")
     add("--skip-check", action="store_true", help="Do not run the model to check the grafted head.")
-    inspected = "Describe a model and whether --mtp can use its head, without converting it or downloading weights."
-    add("--inspect", metavar="MODEL", help=inspected)
+    add(
+        "--inspect",
+        metavar="MODEL",
+        help="Describe a model and whether --mtp can use its head, without converting it or downloading weights.",
+    )
     return finish(parser)
 
 
@@ -99,24 +115,51 @@ def benchmark_parser() -> argparse.ArgumentParser:
         "(four prompts with answers that repeat them), python (beginnings of Python files). Default: nine, or python for the "
         "demo.",
     )
-    context = "Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths."
-    add("--context", type=int, nargs="+", default=[0], metavar="N", help=context)
+    add(
+        "--context",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="Lengthen each prompt to about N tokens (default: as it is), and measure each of several lengths.",
+    )
     add("--max-tokens", "-m", type=int, default=128, help="Maximum number of tokens for each prompt (default: 128).")
     add("--repeat", type=int, default=5, help="The number of rounds (default: 5).")
-    depths = "Also measure the head at each fixed draft length from 1 to K, or to 4 without K."
-    add("--compare-depths", nargs="?", type=int, const=4, metavar="K", help=depths)
-    prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
-    add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
+    add(
+        "--compare-depths",
+        nargs="?",
+        type=int,
+        const=4,
+        metavar="K",
+        help="Also measure the head at each fixed draft length from 1 to K, or to 4 without K.",
+    )
+    add(
+        "--prefill",
+        type=int,
+        nargs="*",
+        metavar="N",
+        help="Also time the prefill of prompts of N tokens (without N: 2048 and 8192).",
+    )
     tuned = (
         "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
         "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
     )
     add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    picture = "Draw speed by draft length into this image; requires --compare-depths."
-    add("--plot", type=Path, metavar="FILE", help=picture)
-    head = "Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own)."
-    add("--mtp", nargs="?", const=True, default=True, metavar="HEAD", help=head)
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="Draw speed by draft length into this image; requires --compare-depths.",
+    )
+    add(
+        "--mtp",
+        nargs="?",
+        const=True,
+        default=True,
+        metavar="HEAD",
+        help="Use the head in HEAD, a folder or Hugging Face repo with only a head (default: the model's own).",
+    )
     add_flags(parser, (*LOADING, "--pipeline"))
     # The head is always measured, without tuned settings by default.
     add("--settings", metavar="FILE", help="Measure with the tuned settings in this file (default: no settings).")
