@@ -43,7 +43,7 @@ from tests.support.requests import options_of
 
 def run(capsys, command, *flags) -> tuple[int, str]:
     """A command line in this process: (its exit status, stderr)."""
-    status, _, err = run_command(resolve_name(COMMANDS[command][0]).main, capsys, *flags)
+    status, _, err = run_command(resolve_name(COMMANDS[command][0]), capsys, *flags)
     return status, err
 
 
@@ -302,8 +302,7 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
     (copy / "README.md").write_text(f"---\nbase_model: {model.original}\n---\n")
     hub.publish(model.conversion, copy)
     assert mlx_mtp.load("qwen3.5-0.8b", mtp="auto")[0].fetched_head.source == model.original
-    models.run(SimpleNamespace(context=1000))
-    assert "both" in capsys.readouterr().out
+    assert "both" in run_command(models, capsys)[1]
 
 
 # About models, caches and this machine
@@ -312,7 +311,7 @@ def test_a_name_loads_the_conversion_with_the_head_of_its_original(hub, tmp_path
 def test_models_lists_all(capsys, monkeypatch):
     monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(limit=24 * 10**9, left=22 * 10**9))
     monkeypatch.setattr("shutil.get_terminal_size", lambda: type("Size", (), {"columns": 80}))
-    status, out, _ = run_command(models.main, capsys, "--context", "65536")
+    status, out, _ = run_command(models, capsys, "--context", "65536")
     assert status == 0
     table = out.partition("\n\n")[0].splitlines()[1:]
     rows = {line.split()[0]: line.split() for line in table}
@@ -321,20 +320,20 @@ def test_models_lists_all(capsys, monkeypatch):
     assert rows["qwen3-next-80b-a3b-instruct"][-4:] == ["from", "96", "GB", "-"]
     assert max(map(len, table)) <= 80
     assert "65,536 tokens" in out
-    assert run_command(models.main, capsys, "--context", "0")[0] == 2
+    assert run_command(models, capsys, "--context", "0")[0] == 2
 
 
 def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, tmp_path):
     for accepted, verdict in ((0.94, "ready; "), (0.1, "the model rejects most drafts")):
         monkeypatch.setattr(MTPModel, "head_acceptance_rate", accepted)
-        status, out, _ = run_command(doctor.main, capsys)
+        status, out, _ = run_command(doctor, capsys)
         assert status == 0
         assert "Model:      Demo model: completes Python only" in out
         assert f"Accepted:   {accepted:.0%} of first drafts on built-in text" in out
         assert out.splitlines()[-1].startswith(f"Verdict:    {verdict}")
     no_head(copy := copied(tmp_path))
     configure(copy, _name_or_path=None)
-    status, out, _ = run_command(doctor.main, capsys, "--model", str(copy))
+    status, out, _ = run_command(doctor, capsys, "--model", str(copy))
     assert status == 0
     assert "Verdict:    no drafts: " in out.splitlines()[-1]
     assert "--mtp HEAD" in out
@@ -343,11 +342,11 @@ def test_doctor_of_models_that_draft_and_that_do_not(hub, capsys, monkeypatch, t
 def test_doctor_prints_every_figure_as_json(capsys, monkeypatch):
     result = SelfTest(0.01, windows={"1": 0.0, "2": 0.2}, recurrence={"MLX": {"1": [0.0, 0.001]}})
     monkeypatch.setattr(about, "ensure_tested", lambda *_: result)
-    status, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"), "--json")
+    status, out, _ = run_command(doctor, capsys, "--model", str(DATA / "dense"), "--json")
     found = json.loads(out)
     assert (status, found["self-test"], found["model"]) == (0, asdict(result), str(DATA / "dense"))
     assert {"chip", "versions", "verdict"} < found.keys()
-    _, out, _ = run_command(doctor.main, capsys, "--model", str(DATA / "dense"))
+    _, out, _ = run_command(doctor, capsys, "--model", str(DATA / "dense"))
     assert "Self-test:  wrong: passes over more than 1 tokens\n            differences of logits: " in out
 
 
@@ -357,15 +356,15 @@ def test_doctor_downloads_no_weights(hub, tmp_path, capsys, monkeypatch):
     (copy / "README.md").write_text("---\nbase_model: org/whole\n---\n")
     hub.publish("org/headless", copy)
     for name, head in (("org/whole", "its own"), ("org/headless", r"that of org/whole, [\d.]+ MB: --mtp fetches it")):
-        status, out, _ = run_command(doctor.main, capsys, "--model", name)
+        status, out, _ = run_command(doctor, capsys, "--model", name)
         assert status == 0
         assert re.search(f"Head:       {head}\n", out)
         assert f"fits in memory, and is not downloaded: `mlx_mtp generate --model {name}` downloads" in out
     assert hub.served["model.safetensors"] <= 4 * HEADER_BYTES
     monkeypatch.setattr(about, "Account", lambda: SimpleNamespace(held=0, limit=1000, left=1000))
-    assert "does not fit in memory" in run_command(doctor.main, capsys, "--model", "org/whole")[1]
+    assert "does not fit in memory" in run_command(doctor, capsys, "--model", "org/whole")[1]
     mlx_mtp.load("org/headless", mtp=False)
-    _, out, _ = run_command(doctor.main, capsys, "--model", "org/headless")
+    _, out, _ = run_command(doctor, capsys, "--model", "org/headless")
     assert "Verdict:    no drafts: its head is that of org/whole" in out
 
 
@@ -416,7 +415,7 @@ def test_a_script_is_the_module_that_has_its_name():
     for name, script in SCRIPTS.items():
         module, function = script.split(":")
         assert module.removesuffix(".__main__") == name
-        assert COMMANDS[name.removeprefix("mlx_mtp.")][0] == module
+        assert COMMANDS[name.removeprefix("mlx_mtp.")][0] == script
         assert callable(getattr(resolve_name(module), function))
 
 
@@ -473,7 +472,7 @@ def test_what_is_loaded_is_what_flags_say(monkeypatch, capsys, tmp_path):
         ("chat", "--images", "vision", "auto"),
         ("demo", "--dtype float16", "dtype", "float16"),
     ):
-        assert "enough" in refusal(resolve_name(COMMANDS[name][0]).main, capsys, *flags.split())
+        assert "enough" in refusal(resolve_name(COMMANDS[name][0]), capsys, *flags.split())
         assert load.call_args.kwargs[option] == want, (name, flags)
     monkeypatch.setattr(engine_models, "load", load)
     models = engine_models.ModelProvider(

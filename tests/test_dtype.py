@@ -463,7 +463,7 @@ def test_a_head_is_fitted_in_it(in_bfloat16, tmp_path, monkeypatch, capsys):
     prompts, flags = tmp_path / "prompts.txt", "--iters 1 --answers 1 --max-tokens 4 --drafts 1 --dtype float16"
     prompts.write_text("\n---\n".join(f"prompt {i}" for i in range(12)))
     argv = ["--prompts", prompts, *flags.split()]
-    main = resolve_name(COMMANDS["fit"][0]).main
+    main = resolve_name(COMMANDS["fit"][0])
     status, _, err = run_command(main, capsys, "--model", in_bfloat16, "--mlx-path", tmp_path / "fitted", *argv)
     assert (status, err) == (0, "")
     assert {w.dtype for w in mx.load(str(tmp_path / "fitted" / "mtp.safetensors")).values()} == {F16}
@@ -474,5 +474,5 @@ def test_a_head_is_fitted_in_it(in_bfloat16, tmp_path, monkeypatch, capsys):
 
 def test_doctor_tells_the_type(in_bfloat16, monkeypatch, capsys):
     monkeypatch.setattr(about, "ensure_tested", lambda *_: None)
-    _, out, _ = run_command(about.doctor.main, capsys, "--model", in_bfloat16, "--dtype", "float16")
+    _, out, _ = run_command(about.doctor, capsys, "--model", in_bfloat16, "--dtype", "float16")
     assert report(out)["Type"] == "float16"

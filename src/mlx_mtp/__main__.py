@@ -12,26 +12,26 @@ from .errors import MTPError
 PARSERS = "mlx_mtp.cli.parsers"
 # The place of each command, that of its parser, which imports less, and its use
 COMMANDS = {
-    "demo": ("mlx_mtp.generate.demo", f"{PARSERS}:demo_parser", "compare generation with and without drafts"),
-    "generate": ("mlx_mtp.generate.__main__", f"{PARSERS}:generate_parser", "generate text"),
-    "chat": ("mlx_mtp.chat", f"{PARSERS}:chat_parser", "chat with a model"),
+    "demo": ("mlx_mtp.generate.demo:main", f"{PARSERS}:demo_parser", "compare generation with and without drafts"),
+    "generate": ("mlx_mtp.generate.__main__:main", f"{PARSERS}:generate_parser", "generate text"),
+    "chat": ("mlx_mtp.chat:main", f"{PARSERS}:chat_parser", "chat with a model"),
     "server": (
-        "mlx_mtp.server.__main__",
+        "mlx_mtp.server.__main__:main",
         "mlx_mtp.server.__main__:make_parser",
         "serve a model to apps and coding agents",
     ),
-    "launch": ("mlx_mtp.launch", "mlx_mtp.launch:make_parser", "start a coding agent with a server of its own"),
+    "launch": ("mlx_mtp.launch:main", "mlx_mtp.launch:make_parser", "start a coding agent with a server of its own"),
     "convert": (
-        "mlx_mtp.convert.__main__",
+        "mlx_mtp.convert.__main__:main",
         f"{PARSERS}:convert_parser",
         "convert a model, and keep or add its MTP head",
     ),
     "benchmark": (
-        "mlx_mtp.benchmark.__main__",
+        "mlx_mtp.benchmark.__main__:main",
         f"{PARSERS}:benchmark_parser",
         "measure the speed, and find the fastest settings",
     ),
-    "fit": ("mlx_mtp.fit.__main__", "mlx_mtp.fit.__main__:make_parser", "train the MTP head of a fine-tune"),
+    "fit": ("mlx_mtp.fit.__main__:main", "mlx_mtp.fit.__main__:make_parser", "train the MTP head of a fine-tune"),
     "models": ("mlx_mtp.about:models", f"{PARSERS}:models_parser", "list published models and their names"),
     "doctor": ("mlx_mtp.about:doctor", f"{PARSERS}:doctor_parser", "check this machine and a model"),
 }
@@ -53,7 +53,7 @@ def main() -> None:
         if {"-h", "--help"} & {*takewhile("--".__ne__, sys.argv)}:
             resolve_name(parser)().print_help()
         else:
-            resolve_name(place).main()
+            resolve_name(place)()
     elif command.startswith("-"):
         after = next((word for word in sys.argv[1:] if word in COMMANDS), "COMMAND")
         raise MTPError(f"The command comes first: mlx_mtp {after} {command} ...")

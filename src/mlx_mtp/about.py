@@ -1,13 +1,12 @@
 """The commands about models and this machine: ``mlx_mtp models`` and ``mlx_mtp doctor``."""
 
-import argparse
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import constants
@@ -36,17 +35,9 @@ from .memory import CONTEXT, GB, Account, needs_of, size, total_memory
 Lines = Iterator[tuple[str, Any]]  # names and values, whose text may have several lines
 
 
-class Command(NamedTuple):
-    make_parser: Callable[[], argparse.ArgumentParser]
-    run: Callable[[argparse.Namespace], None]
-
-    def main(self) -> None:
-        parser = self.make_parser()
-        with one_line_errors(parser.prog):
-            self.run(parse(parser))
-
-
-def show_models(args: argparse.Namespace) -> None:
+@one_line_errors("mlx_mtp models")
+def models() -> None:
+    args = parse(models_parser())
     if args.context < 1:
         raise MTPError(f"--context must be 1 or more, not {args.context}.")
     cached = cached_repositories()
@@ -68,7 +59,9 @@ def show_models(args: argparse.Namespace) -> None:
     )
 
 
-def show_doctor(args: argparse.Namespace) -> None:
+@one_line_errors("mlx_mtp doctor")
+def doctor() -> None:
+    args = parse(doctor_parser())
     found: dict[str, Any] = {}
     for lines in (_machine(), _model(args.model or str(DEMO), args.dtype)):
         for name, value in lines:
@@ -150,7 +143,3 @@ def _to_fetch(name: str) -> str:
     if (found := head_to_fetch(name)) is None:
         return "missing, and its base model was not found: name a head with --mtp HEAD"
     return f"that of {found[0]}, {size(found[1])}: --mtp fetches it"
-
-
-models = Command(models_parser, show_models)
-doctor = Command(doctor_parser, show_doctor)
