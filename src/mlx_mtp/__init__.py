@@ -1,7 +1,6 @@
 """Faster decoding of Qwen3.5-family models on MLX with the multi-token-prediction head that they ship."""
 
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -80,15 +79,13 @@ _MODULES = {
 class _Package(ModuleType):
     """This package. ``generate`` and ``convert`` are its functions, also where the packages of these names were imported."""
 
-    def __dir__(self) -> Iterable[str]:
-        return {*super().__dir__(), *__all__}
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_MODULES]
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MODULES:
             return super().__getattribute__(name)  # which raises the usual error
-        value = getattr(import_module(_MODULES[name], __name__), name)
-        setattr(self, name, value)
-        return value
+        return getattr(import_module(_MODULES[name], __name__), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _MODULES or not isinstance(value, ModuleType):
