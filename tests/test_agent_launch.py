@@ -18,6 +18,7 @@ import pytest
 from mlx_mtp import launch
 from mlx_mtp.checkpoint import DEMO
 from mlx_mtp.files import SERVERS, cache_file, keep, kept, read_own
+from mlx_mtp.server.agents import CLIENTS
 from mlx_mtp.server.options import flags_of
 from tests.support.commands import refusal, run_command
 from tests.support.models import TRAINED
@@ -35,7 +36,12 @@ url = env["ANTHROPIC_BASE_URL"]
 request = urllib.request.Request(url + "/v1/messages", json.dumps(body).encode(), headers)
 answered = urllib.request.urlopen(request).status
 context = int(env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"])
-print(json.dumps(dict(url=url, argv=sys.argv, key=headers["Authorization"], answered=answered, context=context)), flush=True)
+option, file, *argv = sys.argv[1:]
+with open(file) as f:
+    own = json.load(f)
+said = dict(url=url, argv=argv, key=headers["Authorization"], answered=answered, context=context, own=own, env=dict(env))
+said |= dict(file=file, mode=os.stat(os.path.dirname(file)).st_mode & 0o777)
+print(json.dumps(said), flush=True)
 if "wait" in sys.argv:
     sys.stdin.readline()
 if "kill" in sys.argv:
@@ -87,8 +93,8 @@ def server_at(url) -> int:
 def test_clients_share_a_server_which_ends_with_the_last():
     """Also where the last one is killed."""
     (first, said), (second, again) = launched(), launched()
-    assert said == again  # the server and its key
-    assert (said["answered"], said["argv"][1:], said["context"]) == (200, ["wait"], 8192)
+    assert (said["url"], said["key"]) == (again["url"], again["key"])
+    assert (said["answered"], said["argv"], said["context"]) == (200, ["wait"], 8192)
     pid = server_at(said["url"])
     _, err = first.communicate("\n", timeout=60)
     assert (first.returncode, err.count("\n"), "Starting a server, whose log is " in err) == (3, 1, True)
@@ -108,7 +114,7 @@ def test_a_server_is_kept_and_its_death_is_told(capfd):
     done = subprocess.run([*COMMAND, "--keep", "--", "a", "--", "-b c"], capture_output=True, text=True)
     said = json.loads(done.stdout)
     pid = server_at(said["url"])
-    assert (done.returncode, said["argv"][1:]) == (3, ["a", "--", "-b c"])
+    assert (done.returncode, said["argv"]) == (3, ["a", "--", "-b c"])
     assert done.stderr.endswith(f"The server stays at {said['url']}: `kill {pid}` ends it.\n")
     status, again, err = run(capfd, "--model", TRAINED, "--", "kill", str(pid))
     assert (status, again["url"], again["key"]) == (3, said["url"], said["key"])
@@ -203,11 +209,27 @@ def test_the_client_has_the_terminal():
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
 
 
+def test_what_the_environment_says_of_vendors_and_proxies_is_not_the_clients(server, monkeypatch, capfd):
+    """Downloads keep the proxy. The settings that outrank files are in a file that only the user can read, and goes."""
+    monkeypatch.setenv("CLAUDE_CODE_USE_BEDROCK", "1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "corp.example")
+    said = run(capfd, "--model", TRAINED)[1]
+    assert "CLAUDE_CODE_USE_BEDROCK" not in said["env"]
+    assert said["env"]["HTTPS_PROXY"] == "http://127.0.0.1:9"
+    assert said["env"]["NO_PROXY"] == said["env"]["no_proxy"] == "corp.example,127.0.0.1,localhost,::1"
+    assert (said["mode"], Path(said["file"]).exists()) == (0o700, False)
+    told = said["own"]["env"]
+    assert (told["ANTHROPIC_BASE_URL"], told["CLAUDE_CODE_USE_BEDROCK"]) == (said["url"], "")
+    assert told["NO_PROXY"] == said["env"]["NO_PROXY"]
+
+
 def test_clients_are_listed_and_a_missing_one_is_named(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    _, first, second, *_ = run_command(launch.main, capsys)[1].splitlines()
-    assert first.split() == ["claude", "1.2.3", shutil.which("claude")]
-    assert second.split(maxsplit=2) == ["codex", "-", "npm install -g @openai/codex"]
+    rows = {row.split()[0]: row.split(maxsplit=4)[1:] for row in run_command(launch.main, capsys)[1].splitlines()}
+    assert rows.keys() == {"client", *CLIENTS} - {"zed"}
+    assert rows["claude"] == ["1.2.3", "18,700", "tokens", shutil.which("claude")]
+    assert rows["codex"] == ["-", "8,300", "tokens", "npm install -g @openai/codex"]
     for words, message in (
         (["codex"], "codex is not installed: npm install -g @openai/codex"),
         (["claude", "-p", "a"], "unrecognized arguments: -p a (The client's own arguments follow --.)"),

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from http.client import HTTPException
 from itertools import count
 from pathlib import Path
 from secrets import token_urlsafe
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any, NamedTuple
 from urllib.request import ProxyHandler, Request, build_opener
@@ -31,19 +33,15 @@ from .cli.display import one_line_errors, say, table
 from .cli.parser import parse
 from .errors import MTPError, require
 from .files import SERVERS, cache_file, keep, kept, make_folder, read_own
+from .server.agents import CLIENTS, settings_of
 
 NAME = "mlx_mtp launch"
-INSTALL = {
-    "claude": "npm install -g @anthropic-ai/claude-code",
-    "codex": "npm install -g @openai/codex",
-    "opencode": "npm install -g opencode-ai",
-    "aider": "python3 -m pip install aider-install && aider-install",
-}
 LIMIT = 30  # seconds for a client to print its version, or for a server to answer
 SHOWN = 10  # lines of the log of a server that has died
 KEEP = b"\nkeep"  # behind the key in a lease
 FOLDER = cache_file("servers").resolve()  # of leases and logs
 LOCAL = build_opener(ProxyHandler({}))
+AGENTS = {name: client for name, client in CLIENTS.items() if client.install}
 
 
 class Server(NamedTuple):
@@ -58,30 +56,36 @@ def make_parser() -> argparse.ArgumentParser:
     require("server", NAME)
     from .server.command_line import add_flags
 
-    description = "Start a coding agent. It uses a server that runs with this model and these flags, or one is started."
-    parser = add_flags(argparse.ArgumentParser(prog=NAME, description=description))
-    parser.add_argument("client", choices=INSTALL, help="Without it, the clients and their versions are listed.")
+    parser = argparse.ArgumentParser(
+        prog=NAME,
+        description="Start a coding agent. It uses a server that runs with this model and these flags, or one is started.",
+    )
+    add_flags(parser)
+    parser.add_argument("client", choices=AGENTS, help="Without it, the clients and their versions are listed.")
     parser.add_argument("--keep", action="store_true", help="Keep the server when its last client ends.")
     parser.usage = "%(prog)s CLIENT [the server's flags] [-- the client's arguments]"
     return parser
 
 
-def describe(client: str) -> list[str]:
-    """A row of the list: the client's version and its place, or the command that installs it."""
-    if (path := shutil.which(client)) is None:
-        return [client, "-", INSTALL[client]]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=LIMIT)
-        if (found := re.search(r"\d+(\.\d+)+", done.stdout)) is not None:
-            return [client, found[0], path]
-    return [client, "?", path]
+def describe(name: str) -> list[str]:
+    """A row of the list: the client's version, the tokens of its first request, and its place or how to install it."""
+    client, version = AGENTS[name], "-"
+    if (path := shutil.which(name)) is not None:
+        version = "?"
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=LIMIT)
+            if (found := re.search(r"\d+(\.\d+)+", done.stdout)) is not None:
+                version = found[0]
+    return [name, version, f"{client.n_tokens:,} tokens", path or client.install]
 
 
 @one_line_errors(NAME)
 def main() -> None:
     """Run a client with a server for the flags, and exit with the client's status. Without words, list the clients."""
     if not (words := sys.argv[1:]):
-        return print("\n".join(table([["client", "version", "command"], *map(describe, INSTALL)])))
+        with ThreadPoolExecutor() as pool:
+            rows = [["client", "version", "first request", "command"], *pool.map(describe, AGENTS)]
+        return print("\n".join(table(rows)))
     end = words.index("--") if "--" in words else len(words)
     words, arguments, parser = words[:end], words[end + 1 :], make_parser()
     try:
@@ -89,8 +93,7 @@ def main() -> None:
     except MTPError as e:
         raise MTPError(f"{e} (The client's own arguments follow --.)") from e
     if (path := shutil.which(args.client)) is None:
-        raise MTPError(f"{args.client} is not installed: {INSTALL[args.client]}")
-    from .server.agents import CLIENTS
+        raise MTPError(f"{args.client} is not installed: {AGENTS[args.client].install}")
     from .server.options import address_of, check, flags_of
 
     options = check(args)
@@ -104,8 +107,15 @@ def main() -> None:
             server.lease.write_bytes(f"{server.key}".encode() + KEEP)
     options.api_key = server.key
     url = server.entry["url"]
-    settings = CLIENTS[args.client](address_of(options, url, server.context))
-    status = run(path, [args.client, *settings.arguments, *arguments], os.environ | settings.variables)
+    with TemporaryDirectory(prefix="mlx_mtp-") as folder:  # only its user can read it
+        client = AGENTS[args.client]
+        variables, own, text = settings_of(client, address_of(options, url, server.context, Path(folder)))
+        if client.file:
+            file = Path(folder, client.file)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        env = {name: value for name, value in os.environ.items() if name not in client.unset} | variables
+        status = run(path, [args.client, *own, *arguments], env)
     if connect(server.pid, server.entry, server.key) is None:
         log = "" if server.lease is None else server.lease.with_suffix(".log").read_text(errors="replace")
         say("\n".join([f"The server at {url} has died.", *log.splitlines()[-SHOWN:]]), sys.stderr)

@@ -60,10 +60,16 @@ VALUES: tuple[tuple[str, Any, Any, str | None, str], ...] = (  # flag, type, def
 
 def make_parser() -> argparse.ArgumentParser:
     """mlx-lm makes its parser in ``main``: these are its flags and defaults."""
-    description = "Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head."
-    parser = argparse.ArgumentParser(prog="mlx_mtp server", description=description)
-    config = "Print the settings of this client for these flags, and exit."
-    parser.add_argument("--print-config", choices=CLIENTS, help=config)
+    parser = argparse.ArgumentParser(
+        prog="mlx_mtp server",
+        description="Serve OpenAI's and Anthropic's APIs, with drafts of the model's own MTP head.",
+    )
+    parser.add_argument(
+        "--print-config",
+        metavar="CLIENT",
+        choices=CLIENTS,
+        help=f"Print the settings of this client for these flags, and exit: {', '.join(CLIENTS)}.",
+    )
     return add_flags(parser)
 
 

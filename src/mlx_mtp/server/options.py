@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
+from urllib.parse import urlsplit
 
 import mlx.core as mx
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -22,10 +23,14 @@ from ..errors import MTPError, as_mtp_error
 from ..files import check_source
 from ..memory import CONTEXT
 from . import DEFAULT
-from .agents import ServerAddress
+from .agents import NO_PROXY
 from .api.common import RESERVED
 from .engine.models import ModelProvider
 from .request import NO_LIMIT, Options
+
+NO_KEY = "none"  # clients require a key
+MAX_ANSWER = 32000  # tokens that a client reserves for an answer without --max-tokens
+GUESS = 32768  # tokens of context for clients that require a number, if it is not known
 
 
 def check(args: argparse.Namespace) -> Options:
@@ -87,9 +92,25 @@ def check_model(args: argparse.Namespace, models: ModelProvider) -> None:
             models.tokenizer.apply_chat_template(question, tokenize=False, **args.chat_template_args)
 
 
-def address_of(options: Options, url: str, context: int | None) -> ServerAddress:
-    max_tokens = None if options.max_tokens == NO_LIMIT else options.max_tokens
-    return ServerAddress(url, options.api_key, options.served_model_name or DEFAULT, context, max_tokens)
+def address_of(options: Options, url: str, context: int | None, folder: Path) -> dict[str, Any]:
+    """What ``agents.py`` says of a server: the URL (without /v1), key and model, the context length and what follows from it,
+    if it is known, the hosts that need no proxy, and a folder for the client's file.
+    """
+    given = ",".join(os.environ.get(name, "") for name in NO_PROXY)
+    hosts = [*given.split(","), "127.0.0.1", "localhost", "::1", str(urlsplit(url).hostname)]
+    answer = context and min(MAX_ANSWER, context // 4) if options.max_tokens == NO_LIMIT else options.max_tokens
+    said = {
+        "url": url,
+        "key": options.api_key or NO_KEY,
+        "model": options.served_model_name or DEFAULT,
+        "context": context,
+        "window": context or GUESS,
+        "answer": context and answer,
+        "history": context and context // 16,
+        "no_proxy": ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip())),
+        "folder": str(folder),
+    }
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def context_of(name: str) -> int | None:

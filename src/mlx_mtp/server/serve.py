@@ -30,9 +30,9 @@ from ..cli.display import INTERRUPTED, one_line_errors
 from ..cli.parser import parse
 from ..core.distributed import Ranks
 from ..errors import MTPError, MTPOSError
-from ..files import SERVERS, keep
+from ..files import SERVERS, cache_file, keep
 from ..memory import Account, size
-from .agents import CLIENTS
+from .agents import as_text
 from .app import make_app
 from .command_line import make_parser
 from .engine.admission import Admission
@@ -229,12 +229,12 @@ def main(log: Path | None = None) -> None:
     args.log = log
     form = "%(asctime)s - %(levelname)s - %(message)s"
     logging.basicConfig(level=args.log_level, format=form, filename=log)
-    if args.print_config is not None:  # stdout is redirected to the client's file
+    if args.print_config is not None:  # stdout is for a shell or the client's file
         options = check(args)
         if options.port == 0:
             raise MTPError("--print-config requires a fixed port, such as --port 8080.")
-        address = address_of(options, url(options.host, options.port), context_of(options.model))
-        note, text = CLIENTS[args.print_config](address).as_text()
+        context, folder = context_of(options.model), cache_file("agents") / args.print_config
+        note, text = as_text(args.print_config, address_of(options, url(options.host, options.port), context, folder))
         print(note, file=sys.stderr)
         return print(text, end="")
     try:
