@@ -76,7 +76,7 @@ def attention_differences(
     Hq, Hkv, D = heads
     cache = SimpleNamespace()
     key = mx.random.key(0)
-    this = Pass(attention_rows=max_queries)
+    pass_ = Pass(attention_rows=max_queries)
     keys = mx.random.uniform(-LARGEST, LARGEST, (1, Hkv, LONG, D), dtype, key)
     queries = mx.random.uniform(-1, 1, (2, Hq, n_queries[-1], D), dtype, key)
     keys = mx.concatenate([keys, keys[..., ::-1]])  # [2, Hkv, N, D]
@@ -96,7 +96,7 @@ def attention_differences(
         for T in n_queries:  # the last ones
             own_mask = mask[..., -T:, :] if isinstance(mask, mx.array) else None if T == 1 else mask
             # mlx-lm scales quantized attention's queries in place.
-            run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, this)
+            run = partial(attend, 1 * queries[:B, :, -T:], k, v, cache, D**-0.5, own_mask, pass_)
             found[str(T)] = max(found[str(T)], measured(lambda: difference(run(), want[:, :, -T:])))  # noqa: B023
     return found
 
@@ -106,7 +106,7 @@ def seconds_of_a_key(
 ) -> list[float]:
     """The seconds that a further key adds to attention, for each of ``n_queries``; the options are those of a pass."""
     Hq, Hkv, D = heads
-    this = Pass(attention_rows=max_queries, fused=fused)
+    pass_ = Pass(attention_rows=max_queries, fused=fused)
     keys, values = (mx.random.uniform(-1, 1, (1, Hkv, FAR, D), dtype, mx.random.key(i)) for i in range(2))
 
     def seconds(T: int, N: int) -> float:
@@ -114,7 +114,7 @@ def seconds_of_a_key(
         mask = None if T == 1 else "causal"
         of_n = keys[:, :, :N], values[:, :, :N]
         mx.eval(queries, *of_n)
-        return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, this))
+        return shortest(lambda: attend(queries, *of_n, None, D**-0.5, mask, pass_))
 
     return [max(seconds(T, FAR) - seconds(T, SHORT), 0.0) / (FAR - SHORT) for T in n_queries]
 

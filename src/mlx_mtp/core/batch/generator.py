@@ -112,15 +112,12 @@ class BatchGenerator(Scheduler):
         kv = KVOptions(kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start)
         stream = stream or generation_stream
         super().__init__(mtp_model, kv, budget, stream, completion_batch_size, return_prompt_caches)
-        self._resolve(TextOptions())  # raises an error for invalid options
+        TextOptions().resolve(mtp_model.draft_settings.tuned, has_head(model), self.options)  # or an error
         if self.planner.exchange is not None:
             with mx.stream(stream):
                 self.planner.exchange.agree([], 0, None)  # no sequences yet
         self._uid_count = 0
         self._restore = weakref.finalize(self, _set_wired_limit, maybe_set_recommended_wired_limit(), stream)
-
-    def _resolve(self, options: TextOptions) -> TextOptions:
-        return options.resolve(self.model.draft_settings.tuned, has_head(self.model), self.options)
 
     def close(self) -> None:
         """Remove all sequences, and restore the wired limit."""
@@ -223,7 +220,8 @@ class BatchGenerator(Scheduler):
         if "max_tokens" in keywords or (limit is not None and not (isinstance(limit, Integral) and limit < 0)):
             check_count(f"max_tokens of prompt {i}", limit)
         model: Any = self.model
-        options, kv = self._resolve(options), self.decoder.kv
+        options = options.resolve(model.draft_settings.tuned, has_head(model), self.options)
+        kv = self.decoder.kv
         parts = [token_ids(segment, model, f"Prompt {i}") for segment in each_prompt(segments)]
         known = token_ids([*all_tokens], model, f"all_tokens of prompt {i}")
         n_prompt = sum(map(len, parts))
@@ -367,7 +365,8 @@ def responses_of(stepped: list[Stepped], decoder: Decoder | None) -> list[Respon
             last_token = s.tokens[-1] if s.tokens else 0
             responses.append(Response(s.task.uid, last_token, None, None, None, None, False, s.drafting.counts, s.end))
         last = responses[-1]
-        last.finish_reason, last.all_tokens = "error" if isinstance(s.end, Exception) else s.end, s.tokens
+        last.finish_reason = "error" if isinstance(s.end, Exception) else s.end
+        last.all_tokens = s.tokens
         # Nothing of a failed pass is kept.
         has_failed = advice(last.error) is not None or isinstance(last.error, NotANumberError)
         last.prompt_cache = None if decoder is None or has_failed else cache_at_end(decoder, s)

@@ -18,14 +18,14 @@ def size_of(n: int) -> int:
     return (n // STEP + 1) * STEP
 
 
-def enlarged(held: mx.array | None, like: mx.array, n: int) -> mx.array:
+def enlarged(array: mx.array | None, like: mx.array, n: int) -> mx.array:
     """An array [B, H, S, D] with space for n tokens; ``None`` for an empty one like another array."""
-    size = 0 if held is None else held.shape[2]
-    if held is not None and n <= size:
-        return held
+    size = 0 if array is None else array.shape[2]
+    if array is not None and n <= size:
+        return array
     B, H, _, D = like.shape
     space = mx.zeros((B, H, size_of(n) - size, D), like.dtype)
-    return space if held is None else mx.concatenate([held, space], axis=2)
+    return space if array is None else mx.concatenate([array, space], axis=2)
 
 
 class Indexed(stock._BaseCache):

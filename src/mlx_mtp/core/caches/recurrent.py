@@ -74,15 +74,13 @@ def rewound(splits: Sequence[Split], kept: Sequence[int]) -> list[list[mx.array]
     # The layers share lists of indices: a range of the device would be more operations.
     mask = None if len(set(kept)) == 1 else mx.array([[n + i < end for i in range(m)] for end in kept])  # [B, m]
     widths = {x.shape[1] - split.n_tokens for split in splits for x in split.last_inputs}
-    ends = {
-        w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths
-    }  # the indices of w last inputs, [B, w, 1]
+    # The indices of w last inputs, [B, w, 1]
+    ends = {w: mx.array([[[end + i] for i in range(w)] for end in kept]) for w in widths}
     arrays = []
     for split in splits:
+        state = split.snapshot[1]
         ends_of_inputs = [ends[x.shape[1] - split.n_tokens] for x in split.last_inputs]
-        arrays.append(
-            _rewound(m, split.native, split.last_inputs, split.snapshot[1], split.drafts, ends_of_inputs, mask)
-        )
+        arrays.append(_rewound(m, split.native, split.last_inputs, state, split.drafts, ends_of_inputs, mask))
     return arrays
 
 

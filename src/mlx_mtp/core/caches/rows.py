@@ -149,9 +149,9 @@ class KVRows:
         _, columns = self.ends.next(N)
         return (mx.arange(self.ends.longest + N) <= columns[..., None])[:, None]
 
-    def _added(self, held: mx.array | None, new: mx.array, n: int) -> mx.array:
+    def _added(self, before: mx.array | None, new: mx.array, n: int) -> mx.array:
         """The array with new columns [B, H, T, D] after each row's end, enlarged to n columns if needed."""
-        array = enlarged(held, new, n)
+        array = enlarged(before, new, n)
         T = new.shape[2]
         if self.ends.are_equal:
             array[..., n - T : n, :] = new
@@ -179,9 +179,8 @@ class KVRows:
         cache = self.kind(self.group_size, self.bits) if hasattr(self, "bits") else self.kind()
         if n > 0:
             for name, array in zip(self.names, self.arrays):
-                setattr(
-                    cache, name, tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), array)
-                )
+                of_row = tree_map(lambda x: x if len(x) == 1 else mx.contiguous(x[b : b + 1, :, :n]), array)
+                setattr(cache, name, of_row)
             cache.offset = n
         return cache
 

@@ -57,13 +57,13 @@ def are_keys(entry: Any, layer: Any, may_be_quantized: bool = True) -> bool:
     if n == 0 and all(getattr(entry, name, None) is None for name in sizes):
         return True
     for name, (H, D) in sizes.items():
-        held: Any = getattr(entry, name, None)
+        found: Any = getattr(entry, name, None)
         if name not in NAMES:
-            if held is None and n == 0:  # An interrupted pass has made only some.
+            if found is None and n == 0:  # An interrupted pass has made only some.
                 continue
             S = None
         is_one = name not in NAMES or not is_quantized
-        arrays, parts = ([held], [(D, FLOATS)]) if is_one else (held, _quantized_parts(entry, D))
+        arrays, parts = ([found], [(D, FLOATS)]) if is_one else (found, _quantized_parts(entry, D))
         if not isinstance(arrays, list | tuple) or not 0 < len(arrays) == len(parts):
             return False
         for x, (width, dtypes) in zip(arrays, parts):

@@ -247,9 +247,8 @@ def draft_limits(decoder: Decoder) -> list[int]:
         k = most if s.end is None and has_input and not is_first else 0
         if s.task.max_tokens >= 0:
             k = max(min(k, s.task.max_tokens - s.n_generated - 1), 0)
-        if (
-            s.kv.kv_bits is not None and n < s.kv.quantized_kv_start
-        ):  # A text is quantized after a token, never in a window.
+        # A text is quantized after a token, never in a window.
+        if s.kv.kv_bits is not None and n < s.kv.quantized_kv_start:
             k = min(k, s.kv.quantized_kv_start - n - 1)
         limits.append(k)
     return limits

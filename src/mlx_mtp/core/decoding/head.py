@@ -35,9 +35,8 @@ Pending = list[tuple[mx.array, mx.array, int]]
 class HeadState:
     """The head's caches of B sequences, without the drafts in flight."""
 
-    ends: Ends = field(
-        default_factory=Ends
-    )  # the ends of keys and values from verified hidden states; drafts' come after them
+    # The ends of keys and values from verified hidden states; drafts' come after them
+    ends: Ends = field(default_factory=Ends)
     firsts: tuple[int, ...] = ()  # the index of each first input: 0, unless mlx-lm filled the caches without the head
     counts: tuple[int, ...] = ()  # the numbers of pending inputs
     # The arrays of a step are not cut to the columns that count: a slice is lazy, and another thread that closes the generator
@@ -129,7 +128,8 @@ class HeadDrafter:
         firsts = [c.first_position for c in caches]
         counts, shifts = list[int](), list[int]()
         for c, first, token in zip(caches, firsts, tokens):
-            positions, hidden = c.positions(first), c.last_hidden
+            positions = c.positions(first)
+            hidden = c.last_hidden
             shifts.append(0 if positions is None else positions.shift)
             if hidden is not None and positions is not None and not positions.are_plain(c.head.offset):
                 # Rows have no positions in three axes, so the head runs over this input now.

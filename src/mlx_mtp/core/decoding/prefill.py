@@ -73,7 +73,8 @@ def check_embeddings(model: MTPModel, n_prompt: int, input_embeddings: Any) -> N
     if not does_model_support_input_embeddings(model):
         raise MTPError("Model does not support input embeddings.")
     shape, dtype = getattr(input_embeddings, "shape", ()), getattr(input_embeddings, "dtype", mx.bool_)
-    is_pending, width = hasattr(input_embeddings, "advance"), model.text_args.hidden_size
+    is_pending = hasattr(input_embeddings, "advance")
+    width = model.text_args.hidden_size
     if not is_pending and (shape[1:] != (width,) or dtype not in FLOATS):
         raise MTPError(f"input_embeddings must be an array of floating-point numbers [T, {width}].")
     if n_prompt not in (0, len(input_embeddings)):

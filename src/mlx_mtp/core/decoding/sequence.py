@@ -128,9 +128,8 @@ class TextSequence:
         self.n_prefilled = 0
         self.n_generated = self.n_observed = n_generated  # The host knows the latter number of them.
         self.context: mx.array | None = None  # [N], for the logits processors
-        self.end: str | Exception | None = (
-            None  # "length", "stop", "removed", or the error of its sampler or a processor
-        )
+        # "length", "stop", "removed", or the error of its sampler, of a processor or of a pass
+        self.end: str | Exception | None = None
         stops = self.task.options.stop_sequences
         self.stop = None if stops is None else stops.matcher()
         if self.stop is not None and n_generated > 0:
@@ -170,7 +169,8 @@ class TextSequence:
         if self.task.has_tokens:
             self.tokens += first[:n]
         else:
-            self.cached_text, self.text_start = [], self.cache.n_tokens
+            self.cached_text = []
+            self.text_start = self.cache.n_tokens
         if self.embeddings is not None:
             self.embeddings = self.embeddings[n:] if n < len(self.embeddings) else None
 
@@ -192,7 +192,8 @@ class TextSequence:
 
     def text_of(self, n_tokens: int) -> list[int]:
         """The known tokens before an index; none if they are not all known."""
-        n, text = n_tokens - self.text_start, self.text
+        n = n_tokens - self.text_start
+        text = self.text
         return text[:n] if 0 <= n <= len(text) else []
 
     def process(self, logits: mx.array, drafts: mx.array) -> mx.array:

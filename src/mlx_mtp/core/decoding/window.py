@@ -124,7 +124,8 @@ def choose(window: Window) -> Choice:
 
 def _processed(window: Window, b: int) -> tuple[mx.array, mx.array]:
     """As ``normalized`` of a sequence with logits processors, [1, n, V] and [1, n]: up to a position where one raises."""
-    s, drafts = window.plan.sequences[b], window.drafts.tokens
+    s = window.plan.sequences[b]
+    drafts = window.drafts.tokens
 
     def process(t: int) -> mx.array:
         # The logits are [1, V], as mlx-lm hands them to processors, and an array of their own: penalties write into it.

@@ -66,7 +66,8 @@ class TextOptions:
         n: NumDraftTokens | None = tuned.num_draft_tokens if has_head else 0
         options = options.completed_by(TextOptions(MAX_TOKENS, None, None, None, n, copies, tuned.draft_p_min))
         options.check(in_batch=batch is not None)
-        n, limit = options.num_draft_tokens, None if batch is None else batch.num_draft_tokens
+        n = options.num_draft_tokens
+        limit = None if batch is None else batch.num_draft_tokens
         if not has_head and n != 0:
             raise MTPError(f"num_draft_tokens must be 0 for a model without an MTP head, not {n}.")
         if options.keeps_state:

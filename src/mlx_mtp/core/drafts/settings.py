@@ -23,9 +23,8 @@ class Settings:
     draft_head_bits: int | None = None
     draft_vocab: int | None = None
     draft_p_min: float = 0.0
-    seconds: Mapping[int, float] = field(
-        default_factory=dict, hash=False
-    )  # the times of steps by draft length, for "auto"
+    # The times of steps by draft length, for "auto"
+    seconds: Mapping[int, float] = field(default_factory=dict, hash=False)
     compiled: bool = True  # whether passes over a few tokens are
 
     def __str__(self) -> str:

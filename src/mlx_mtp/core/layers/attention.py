@@ -71,12 +71,16 @@ class AttentionLayer(Layer):
 
     def project_queries(self, normed: mx.array) -> tuple[Arrays, Arrays]:
         """Queries, and the gates that ``project_out`` takes."""
-        own = self.self_attn
-        return [split_heads(own.q_proj(normed), self.heads.queries, own.get("q_norm"))], []
+        attention = self.self_attn
+        return [split_heads(attention.q_proj(normed), self.heads.queries, attention.get("q_norm"))], []
 
     def project_keys(self, normed: mx.array) -> Arrays:
-        own, n = self.self_attn, self.heads.keys
-        return [split_heads(own.k_proj(normed), n, own.get("k_norm")), split_heads(own.v_proj(normed), n)]
+        attention = self.self_attn
+        n = self.heads.keys
+        return [
+            split_heads(attention.k_proj(normed), n, attention.get("k_norm")),
+            split_heads(attention.v_proj(normed), n),
+        ]
 
     def rotate(self, arrays: Arrays, offset: int | mx.array) -> Arrays:
         """Apply rope to queries, or to the cache's arrays, from a position on, also [B]."""
@@ -84,11 +88,11 @@ class AttentionLayer(Layer):
         return [self.self_attn.rope(first, offset=offset), *others]
 
     def attend(
-        self, queries: Arrays, held: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, this: Pass
+        self, queries: Arrays, cached: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, pass_: Pass
     ) -> mx.array:
         """Attention to all that the cache holds -> [B, Hq, T, D], given the index of the first query, also [B]."""
-        keys, values = held
-        return attend(queries[0], keys, values, cache, self.self_attn.scale, mask, this)
+        keys, values = cached
+        return attend(queries[0], keys, values, cache, self.self_attn.scale, mask, pass_)
 
     def project_out(self, out: mx.array, *gates: mx.array) -> mx.array:
         """The output of attention [B, T, Hq D] -> [B, T, H]"""
@@ -96,34 +100,35 @@ class AttentionLayer(Layer):
 
     # A pass
 
-    def is_ours(self, cache: Any, mask: Any, this: Pass) -> bool:
-        is_plain = this.compiler is None and this.attention_rows == 0 and this.fused
+    def is_ours(self, cache: Any, mask: Any, pass_: Pass) -> bool:
+        is_plain = pass_.compiler is None and pass_.attention_rows == 0 and pass_.fused
         return not is_plain or isinstance(cache, MixedKVRows)
 
-    def run(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
+    def run(self, x: mx.array, mask: mx.array | str | None, cache: Any, pass_: Pass) -> mx.array:
         start = start_of(cache)
-        x, ways, queries, keys, gates = this.call(before_attention, self, x, *start)
-        out = self.through_cache(queries, keys, mask, cache, this, is_rotated=bool(start))
-        return this.call(after_attention, self, x, out, gates, ways)
+        x, for_join, queries, keys, gates = pass_.call(before_attention, self, x, *start)
+        out = self.through_cache(queries, keys, mask, cache, pass_, is_rotated=bool(start))
+        return pass_.call(after_attention, self, x, out, gates, for_join)
 
     def through_cache(
-        self, queries: Arrays, keys: Arrays, mask: Any, cache: Any, this: Pass, *, is_rotated: bool
+        self, queries: Arrays, keys: Arrays, mask: Any, cache: Any, pass_: Pass, *, is_rotated: bool
     ) -> mx.array:
         """Update the cache, and attend: the results of ``project`` -> [B, Hq, T, D]"""
         if isinstance(cache, MixedKVRows):  # the rows that are quantized, and the others, each by themselves
             out = mx.zeros_like(queries[0])
             for rows, part in cache.parts:
-                b, mask_of_rows, part.ends = mx.array(rows), mask, cache.ends.of(rows)
-                if isinstance(mask, mx.array):
-                    mask_of_rows = mask[b, ..., : part.ends.longest + keys[0].shape[2]]
+                b = mx.array(rows)
+                part.ends = cache.ends.of(rows)
+                n = part.ends.longest + keys[0].shape[2]
+                mask_of_rows = mask[b, ..., :n] if isinstance(mask, mx.array) else mask
                 of_rows = [x[b] for x in queries], [x[b] for x in keys]
-                out[b] = self.through_cache(*of_rows, mask_of_rows, part, this, is_rotated=is_rotated)
+                out[b] = self.through_cache(*of_rows, mask_of_rows, part, pass_, is_rotated=is_rotated)
             return out
         offset = cache.offset
         first = offset + (keys[0].shape[2] - queries[0].shape[2])
         if not is_rotated:
             queries, keys = self.rotate(queries, first), self.rotate(keys, offset)
-        return self.attend(queries, cache.update_and_fetch(*keys), mask, cache, first, this)
+        return self.attend(queries, cache.update_and_fetch(*keys), mask, cache, first, pass_)
 
 
 class GatedAttentionLayer(AttentionLayer):
@@ -131,13 +136,14 @@ class GatedAttentionLayer(AttentionLayer):
 
     @property
     def heads(self) -> AttentionHeads:
-        own = self.self_attn
-        return AttentionHeads(own.num_attention_heads, own.num_key_value_heads, own.head_dim)
+        attention = self.self_attn
+        return AttentionHeads(attention.num_attention_heads, attention.num_key_value_heads, attention.head_dim)
 
     def project_queries(self, normed: mx.array) -> tuple[Arrays, Arrays]:
-        (B, T, _), own = normed.shape, self.self_attn
-        queries, gate = mx.split(own.q_proj(normed).reshape(B, T, own.num_attention_heads, -1), 2, axis=-1)
-        return [own.q_norm(queries).transpose(0, 2, 1, 3)], [gate.reshape(B, T, -1)]
+        B, T, _ = normed.shape
+        attention = self.self_attn
+        queries, gate = mx.split(attention.q_proj(normed).reshape(B, T, attention.num_attention_heads, -1), 2, axis=-1)
+        return [attention.q_norm(queries).transpose(0, 2, 1, 3)], [gate.reshape(B, T, -1)]
 
     def project_out(self, out: mx.array, *gates: mx.array) -> mx.array:
         (gate,) = gates
@@ -158,21 +164,21 @@ def before_attention(
 
     Returns, of the positions with queries, x and what ``join`` takes; then the results of ``project``.
     """
-    normed, *ways = layer.enter(x)
+    normed, *for_join = layer.enter(x)
     queries, keys, gates = layer.project(normed, last)
     if last:
-        x, *ways = (t[:, -1:] for t in (x, *ways))
+        x, *for_join = (t[:, -1:] for t in (x, *for_join))
     if start is not None:
         queries = layer.rotate(queries, start if query_start is None else query_start)
         keys = layer.rotate(keys, start)
-    return x, ways, queries, keys, gates
+    return x, for_join, queries, keys, gates
 
 
-def after_attention(layer: Any, x: mx.array, out: mx.array, gates: Arrays, ways: Arrays) -> mx.array:
+def after_attention(layer: Any, x: mx.array, out: mx.array, gates: Arrays, for_join: Arrays) -> mx.array:
     """The last part of such a layer, given its input x [B, T, H] and the output of attention [B, Hq, T, D]."""
     B, T, _ = x.shape
     out = out.transpose(0, 2, 1, 3).reshape(B, T, -1)  # [B, T, Hq D]
-    return layer.feed_forward(layer.join(x, layer.project_out(out, *gates), *ways))
+    return layer.feed_forward(layer.join(x, layer.project_out(out, *gates), *for_join))
 
 
 def start_of(cache: Any) -> tuple[mx.array, ...]:
@@ -196,7 +202,7 @@ def group_size(n: int, heads: int, kv_heads: int, head_dim: int) -> int:
 
 
 def attend(
-    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, this: Pass
+    queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: mx.array | str | None, pass_: Pass
 ) -> mx.array:
     """mlx-lm's attention, of queries [B, H, T, D] in groups of ``attention_rows``; 0 for all, ``None`` for ``group_size``.
 
@@ -204,10 +210,10 @@ def attend(
     There is none for quantized keys, which are tuples.
     """
     _, H, T, D = queries.shape
-    if not this.fused and isinstance(keys, mx.array):
+    if not pass_.fused and isinstance(keys, mx.array):
         return by_products(queries, keys, values, scale, mask)
-    n = this.attention_rows or T
-    if this.attention_rows is None and isinstance(keys, mx.array):
+    n = pass_.attention_rows or T
+    if pass_.attention_rows is None and isinstance(keys, mx.array):
         n = group_size(T, H, keys.shape[1], D)
     if n >= T or not isinstance(keys, mx.array):
         return scaled_dot_product_attention(queries, keys, values, cache, scale=scale, mask=mask)
@@ -216,8 +222,8 @@ def attend(
         j = min(i + n, T)
         n_keys = keys.shape[2] - (T - j if isinstance(mask, str) else 0)  # causal: up to the last query of the group
         group = queries[:, :, i:j], keys[:, :, :n_keys], values[:, :, :n_keys]
-        own_mask = mask[..., i:j, :] if isinstance(mask, mx.array) else mask  # [..., n, N]
-        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=own_mask))
+        mask_of_group = mask[..., i:j, :] if isinstance(mask, mx.array) else mask  # [..., n, N]
+        out.append(scaled_dot_product_attention(*group, cache, scale=scale, mask=mask_of_group))
     return mx.concatenate(out, axis=2)
 
 
@@ -232,11 +238,8 @@ def by_products(
         mask = mx.arange(N) <= mx.arange(N - T, N)[:, None]
     if mask is not None:
         # [T, N] for all heads, [B, 1, T, N], or one of each head to add, [B, Hq, T, N]
-        mask = (
-            mask
-            if mask.ndim == 2
-            else mask.reshape(len(mask), -1, 1 if mask.shape[1] == 1 else H // Hkv, *mask.shape[2:])
-        )
+        if mask.ndim > 2:
+            mask = mask.reshape(len(mask), -1, 1 if mask.shape[1] == 1 else H // Hkv, *mask.shape[2:])
         scores = mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask
     out = mx.softmax(scores, axis=-1).reshape(B, Hkv, -1, N) @ values.astype(mx.float32)
     return out.reshape(B, H, T, D).astype(queries.dtype)

@@ -129,8 +129,8 @@ def _describe(x: Any) -> Hashable:
     if isinstance(x, nn.Module):
         if x.training and isinstance(x, IN_TRAINING):
             raise NotImplementedError  # it is no pure function
-        own = {name: value for name, value in vars(x).items() if name != "_no_grad"}
-        return type(x), _describe(own), _describe({**x})
+        attributes = {name: value for name, value in vars(x).items() if name != "_no_grad"}
+        return type(x), _describe(attributes), _describe({**x})
     if is_dataclass(x):  # such as the arguments of a model
         return type(x), _describe(vars(x))
     if isinstance(x, dict):

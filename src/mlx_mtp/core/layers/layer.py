@@ -31,11 +31,11 @@ class Layer:
         """Whether a cache is one of this layer, undamaged."""
         raise NotImplementedError
 
-    def is_ours(self, cache: Any, mask: Any, this: Pass) -> bool:
+    def is_ours(self, cache: Any, mask: Any, pass_: Pass) -> bool:
         """Whether a pass needs ``run`` in place of mlx-lm's layer."""
         raise NotImplementedError
 
-    def run(self, x: mx.array, mask: mx.array | str | None, cache: Any, this: Pass) -> mx.array:
+    def run(self, x: mx.array, mask: mx.array | str | None, cache: Any, pass_: Pass) -> mx.array:
         """Run the layer over x, [B, T, H], and update its cache."""
         raise NotImplementedError
 
@@ -43,7 +43,7 @@ class Layer:
         """The input of the layer's first part, [B, T, H], and what ``join`` takes, given the layer's input x."""
         return (self.input_layernorm(x),)
 
-    def join(self, x: mx.array, out: mx.array, *ways: mx.array) -> mx.array:
+    def join(self, x: mx.array, out: mx.array, *for_join: mx.array) -> mx.array:
         """Add the output of the first part, [B, T, H]."""
         return x + out
 
@@ -52,7 +52,7 @@ class Layer:
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
-        this = current_pass()
-        if cache is not None and self.is_ours(cache, mask, this):
-            return self.run(x, mask, cache, this)
+        pass_ = current_pass()
+        if cache is not None and self.is_ours(cache, mask, pass_):
+            return self.run(x, mask, cache, pass_)
         return super().__call__(x, mask, cache)  # type: ignore[misc]

@@ -46,17 +46,17 @@ class MTPModule(nn.Module):
 
     def last(self, embeddings: mx.array, hidden: mx.array, cache: Any) -> mx.array:
         """The output of the last position alone, [B, 1, H], for a draft: those before only add keys and values to the cache."""
-        this = current_pass()
+        pass_ = current_pass()
         (layer,) = self.layers
         T = hidden.shape[1]
         start = start_of(cache)
         mask = create_attention_mask(hidden, cache)
         # The query's start is computed outside, since the CPU backend compiles a kernel for each number in a trace.
         starts = [*start, *(s + (T - 1) if T > 1 else s for s in start)]
-        x, ways, queries, keys, gates = this.call(_before_attention, self, embeddings, hidden, *starts)
+        x, for_join, queries, keys, gates = pass_.call(_before_attention, self, embeddings, hidden, *starts)
         mask = mask[..., -1:, :] if isinstance(mask, mx.array) else None
-        out = layer.through_cache(queries, keys, mask, cache, this, is_rotated=bool(start))
-        return this.call(_after_attention, self, x, out, gates, ways)
+        out = layer.through_cache(queries, keys, mask, cache, pass_, is_rotated=bool(start))
+        return pass_.call(_after_attention, self, x, out, gates, for_join)
 
     def combine(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """The input of the decoder layer, [B, T, H], from embeddings and hidden states [B, T, H]."""
@@ -89,8 +89,9 @@ class DraftKVCache(ConcatenateKVCache):
     def make_mask(self, n: int, **_: Any) -> mx.array:
         """[T, T + T for each draft before]: the verified positions up to this one, and its own drafts."""
         at = mx.arange(n)
-        verified, own = at[:, None] >= at, at[:, None] == at
-        return mx.concatenate([verified] + [own] * self.offset, axis=1)
+        verified = at[:, None] >= at
+        draft = at[:, None] == at
+        return mx.concatenate([verified] + [draft] * self.offset, axis=1)
 
 
 def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts: mx.array) -> tuple[Any, ...]:
@@ -98,8 +99,8 @@ def _before_attention(mtp: Any, embeddings: mx.array, hidden: mx.array, *starts:
     return before_attention(mtp.layers[0], mtp.combine(embeddings, hidden), *starts, last=True)
 
 
-def _after_attention(mtp: Any, x: mx.array, out: mx.array, gates: Any, ways: Any) -> mx.array:
-    return mtp.fed(after_attention(mtp.layers[0], x, out, gates, ways))
+def _after_attention(mtp: Any, x: mx.array, out: mx.array, gates: Any, for_join: Any) -> mx.array:
+    return mtp.fed(after_attention(mtp.layers[0], x, out, gates, for_join))
 
 
 def has_head(model: Any) -> bool:
@@ -120,9 +121,9 @@ def run_head(
 
     ``embeddings`` [B, T, H] are used in place of the tokens', and ``positions`` are those of a text with images.
     """
-    this = pass_of_head(hidden.shape[1], model.device, compiler, positions)
+    pass_ = pass_of_head(hidden.shape[1], model.device, compiler, positions)
     if embeddings is None:
         # Not compiled: the CPU backend would compile a kernel for each place of a weight in a word of quantized weights.
         embeddings = model.model.embed_tokens(tokens)
-    with in_pass(this):
+    with in_pass(pass_):
         return model.mtp.last(embeddings, hidden, cache)

@@ -41,9 +41,8 @@ class Pass:
     native: bool | None = None  # whether the recurrence is MLX's own, as ``DevicePasses.native_steps``
     positions: Positions | None = None  # those of a text with images: the offset of ``MRoPE`` is an index into them
     n_confirmed: int = 0  # tokens before the drafts, which may be rejected; 0: no drafts
-    arrays: dict[Any, Any] = field(
-        default_factory=dict
-    )  # what all layers share: arrays of ``ids``, and of n-gram embeddings
+    # What all layers share: arrays of ``ids``, and of n-gram embeddings
+    arrays: dict[Any, Any] = field(default_factory=dict)
 
     def call(self, function: Callable[..., Any], module: Any, *inputs: mx.array, **numbers: int | None) -> Any:
         """``function(module, *inputs, **numbers)``, compiled or not, see ``Compiler.run``."""
@@ -98,9 +97,9 @@ def current_pass() -> Pass:
 
 
 @contextmanager
-def in_pass(this: Pass) -> Iterator[None]:
+def in_pass(pass_: Pass) -> Iterator[None]:
     """A context in which layers run with the configuration of a pass."""
-    token = _pass.set(this)
+    token = _pass.set(pass_)
     try:
         yield
     finally:

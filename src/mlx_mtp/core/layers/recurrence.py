@@ -54,28 +54,27 @@ class RecurrentLayer(Layer):
         z = delta.in_proj_z(normed).reshape(*normed.shape[:2], delta.num_v_heads, delta.head_v_dim)
         return delta.in_proj_qkv(normed), z, delta.in_proj_a(normed), delta.in_proj_b(normed)
 
-    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
+    def embed(self, x: mx.array, arrays: list[mx.array], pass_: Pass) -> tuple[mx.array, list[mx.array]]:
         """Change the layer's input -> it, and the further last inputs that the layer holds, each with the new ones."""
         return x, []
 
-    def is_ours(self, cache: Any, mask: Any, this: Pass) -> bool:
-        return this.n_confirmed > 0 or (mask is None and bool(this.native or this.compiler is not None))
+    def is_ours(self, cache: Any, mask: Any, pass_: Pass) -> bool:
+        return pass_.n_confirmed > 0 or (mask is None and bool(pass_.native or pass_.compiler is not None))
 
-    def run(self, x: mx.array, mask: Any, cache: Any, this: Pass) -> mx.array:
-        """Run the layer over a window or one token, and update its cache."""
+    def run(self, x: mx.array, mask: Any, cache: Any, pass_: Pass) -> mx.array:
         T = x.shape[1]
-        held = cache.cache
-        if held[0] is None:  # before the first token
-            held = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
-        x, further = self.embed(x, held, this)
-        numbers = {"n_confirmed": this.n_confirmed, "native": this.native}
-        x, conv_state, state, *split = this.call(recurrent_layer, self, x, *held[:2], **numbers)
+        arrays = cache.cache
+        if arrays[0] is None:  # before the first token
+            arrays = [mx.zeros((len(x), *s.shape), s.dtype or x.dtype) for s in self.states]
+        x, further = self.embed(x, arrays, pass_)
+        numbers = {"n_confirmed": pass_.n_confirmed, "native": pass_.native}
+        x, conv_state, state, *split = pass_.call(recurrent_layer, self, x, *arrays[:2], **numbers)
         if split:
-            n = this.n_confirmed
+            n = pass_.n_confirmed
             conv_input, confirmed, *drafts = split
             last_inputs = (conv_input, *further)
             first, *others = (x[:, n : n + x.shape[1] - T] for x in last_inputs)
-            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), this.native)
+            cache.split = Split(T, n, [first, confirmed, *others], last_inputs, tuple(drafts), pass_.native)
         cache.cache = [conv_state, state, *(mx.contiguous(last[:, T:]) for last in further)]
         cache.advance(T)
         return x
@@ -90,9 +89,10 @@ def recurrent_layer(
     split there, and returned are also the inputs of the convolution [B, K - 1 + T, C], the state between the two calls, and the
     inputs of the second: q, k, v and the gates g, beta, each [B, T - n, ...]. ``native`` is as of ``is_native``.
     """
-    delta, (B, T, _) = layer.linear_attn, x.shape
+    delta = layer.linear_attn
+    B, T, _ = x.shape
     native = is_native(native, delta.head_k_dim)
-    normed, *ways = layer.enter(x)
+    normed, *for_join = layer.enter(x)
     qkv, z, a, b = layer.project(normed)
 
     conv_input = mx.concatenate([conv_state, qkv], axis=1)  # [B, K - 1 + T, C]
@@ -123,5 +123,5 @@ def recurrent_layer(
     out = delta.out_proj(delta.norm(out.astype(v.dtype), z).reshape(B, T, -1))
     if (group := getattr(delta, "sharding_group", None)) is not None:  # in Qwen3-Next, ``out_proj`` sums by itself
         out = mx.distributed.all_sum(out, group=group)
-    out = layer.feed_forward(layer.join(x, out, *ways))
+    out = layer.feed_forward(layer.join(x, out, *for_join))
     return (out, conv_state, state, *split)

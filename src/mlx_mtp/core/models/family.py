@@ -50,13 +50,13 @@ class HeadNames:
 
     def parameter(self, name: str) -> str:
         """The parameter of a tensor, whose name has no prefix."""
-        stored, own = next(pair for pair in self.renamed if name.startswith(pair[0]))
-        return own + name.removeprefix(stored)
+        stored, renamed = next(pair for pair in self.renamed if name.startswith(pair[0]))
+        return renamed + name.removeprefix(stored)
 
     def in_files(self, parameter: str, prefix: str) -> str:
         """The name with which a parameter is written, given the prefix of the parameters of the model."""
-        stored, own = next(pair for pair in self.renamed if parameter.startswith(pair[1]))
-        return (prefix if self.written is None else self.written) + stored + parameter.removeprefix(own)
+        stored, renamed = next(pair for pair in self.renamed if parameter.startswith(pair[1]))
+        return (prefix if self.written is None else self.written) + stored + parameter.removeprefix(renamed)
 
     def split(self, weights: Mapping[str, T], is_bare: bool = False) -> tuple[dict[str, T], dict[str, T]]:
         """Split a checkpoint's tensors into (backbone, head). The head's have the names of ``MTPModule``'s parameters.

@@ -1,16 +1,12 @@
 """GLM-4.5, 4.6 and 4.7: mlx-lm's model with its MTP head."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
-import mlx.core as mx
 from mlx_lm.models import glm4_moe as stock
 
 from ..layers.attention import AttentionLayer
-from ..layers.mtp import has_head
 from .family import Family
-from .mixin import TokensOnly
-from .nextn import NAMES, NextnArgs
+from .nextn import NAMES, NextnArgs, NextnModel
 
 
 @dataclass
@@ -34,11 +30,5 @@ FAMILY = Family(
 )
 
 
-class Model(TokensOnly, stock.Model):
+class Model(NextnModel, stock.Model):
     family = FAMILY
-
-    def shard(self, group: mx.distributed.Group | None = None) -> None:
-        group = group or mx.distributed.init()
-        super().shard(group)
-        if has_head(self):
-            stock.Model.shard(SimpleNamespace(model=self.mtp), group)

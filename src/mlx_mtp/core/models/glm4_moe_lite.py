@@ -15,12 +15,10 @@ import mlx.core as mx
 from mlx_lm.models import glm4_moe_lite as stock
 
 from ..layers.attention import Arrays, AttentionHeads, AttentionLayer, attend, split_heads
-from ..layers.mtp import has_head
 from ..layers.passes import Pass, current_pass
 from ..pacing import MAX_WINDOW
 from .family import Family
-from .mixin import TokensOnly
-from .nextn import NAMES, NextnArgs
+from .nextn import NAMES, NextnArgs, NextnModel
 
 
 @dataclass
@@ -36,8 +34,8 @@ class Attention(AttentionLayer, stock.Glm4MoeLiteDecoderLayer):
 
     @property
     def row_sizes(self) -> dict[str, tuple[int, int]]:
-        own = self.self_attn
-        return {"keys": (1, own.kv_lora_rank), "values": (1, own.qk_rope_head_dim)}
+        attention = self.self_attn
+        return {"keys": (1, attention.kv_lora_rank), "values": (1, attention.qk_rope_head_dim)}
 
     def score_bytes(self, n: int) -> int:
         """Also the scores of the rotated part, and these with the mask."""
@@ -45,8 +43,8 @@ class Attention(AttentionLayer, stock.Glm4MoeLiteDecoderLayer):
 
     def context_bytes(self, n: int) -> int:
         """Keys and values of each head."""
-        own = self.self_attn
-        return own.num_heads * (own.qk_nope_head_dim + own.v_head_dim) * n
+        attention = self.self_attn
+        return attention.num_heads * (attention.qk_nope_head_dim + attention.v_head_dim) * n
 
     def __call__(self, x: mx.array, mask: mx.array | str | None = None, cache: Any | None = None) -> mx.array:
         if isinstance(mask, str):  # mlx-lm's layer takes arrays
@@ -54,37 +52,41 @@ class Attention(AttentionLayer, stock.Glm4MoeLiteDecoderLayer):
         return super().__call__(x, mask, cache)
 
     def project_queries(self, normed: mx.array) -> tuple[Arrays, Arrays]:
-        own = self.self_attn
-        x = own.q_proj(normed) if own.q_lora_rank is None else own.q_b_proj(own.q_a_layernorm(own.q_a_proj(normed)))
-        first, rotated = mx.split(split_heads(x, own.num_heads), [own.qk_nope_head_dim], axis=-1)
+        attention = self.self_attn
+        x = (
+            attention.q_proj(normed)
+            if attention.q_lora_rank is None
+            else attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(normed)))
+        )
+        first, rotated = mx.split(split_heads(x, attention.num_heads), [attention.qk_nope_head_dim], axis=-1)
         return [first, rotated], []
 
     def project_keys(self, normed: mx.array) -> Arrays:
-        own = self.self_attn
-        latent, rotated = mx.split(own.kv_a_proj_with_mqa(normed), [own.kv_lora_rank], axis=-1)
-        return [own.kv_a_layernorm(latent)[:, None], rotated[:, None]]
+        attention = self.self_attn
+        latent, rotated = mx.split(attention.kv_a_proj_with_mqa(normed), [attention.kv_lora_rank], axis=-1)
+        return [attention.kv_a_layernorm(latent)[:, None], rotated[:, None]]
 
     def rotate(self, arrays: Arrays, offset: int | mx.array) -> Arrays:
         first, rotated = arrays
         return [first, self.self_attn.rope(rotated, offset=offset)]
 
     def attend(
-        self, queries: Arrays, held: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, this: Pass
+        self, queries: Arrays, cached: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, pass_: Pass
     ) -> mx.array:
-        own = self.self_attn
+        attention = self.self_attn
         query, rotated = queries
-        latent, rotated_keys = held
+        latent, rotated_keys = cached
         T, N = query.shape[2], latent.shape[2]
-        scores = (rotated * own.scale) @ rotated_keys.swapaxes(-1, -2)  # [B, Hq, T, N]
+        scores = (rotated * attention.scale) @ rotated_keys.swapaxes(-1, -2)  # [B, Hq, T, N]
         if isinstance(mask, str):  # causal
             mask = mx.arange(N) <= mx.arange(N - T, N)[:, None]
         if mask is not None:
             scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
         if T > MAX_WINDOW:
-            keys, values = own.embed_q(latent, transpose=False), own.unembed_out(latent)
-            return attend(query, keys, values, cache, own.scale, scores, this)
-        out = attend(own.embed_q(query), latent, latent, cache, own.scale, scores, this)
-        return own.unembed_out(out)
+            keys, values = attention.embed_q(latent, transpose=False), attention.unembed_out(latent)
+            return attend(query, keys, values, cache, attention.scale, scores, pass_)
+        out = attend(attention.embed_q(query), latent, latent, cache, attention.scale, scores, pass_)
+        return attention.unembed_out(out)
 
 
 FAMILY = Family(
@@ -98,7 +100,7 @@ FAMILY = Family(
 )
 
 
-class Model(TokensOnly, stock.Model):
+class Model(NextnModel, stock.Model):
     family = FAMILY
 
     def prepared(self, head: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -110,9 +112,3 @@ class Model(TokensOnly, stock.Model):
         named = {f"model.{name}": w for name, w in attention.items()}
         converted = stock.Model.sanitize(SimpleNamespace(args=args), named)
         return others | {name.removeprefix("model."): w for name, w in converted.items()}
-
-    def shard(self, group: mx.distributed.Group | None = None) -> None:
-        group = group or mx.distributed.init()
-        super().shard(group)
-        if has_head(self):
-            stock.Model.shard(SimpleNamespace(model=self.mtp), group)

@@ -71,6 +71,7 @@ def _with_stacked_experts(
     shapes = {p: expected[f"{mlp}{p}.weight"] for p in EXPERT_PROJECTIONS}
     *n_experts, size, hidden = shapes["up_proj"]
     shapes["gate_up_proj"] = (*n_experts, 2 * (size or 0), hidden)
+    gate_and_up = EXPERT_PROJECTIONS[:2]
 
     stored: dict[tuple[str, str], tuple[str, ...]] = {}  # names before and after an expert's number, or whole
     for name in weights:
@@ -78,7 +79,7 @@ def _with_stacked_experts(
             i, j = max(found.span(1), found.span(3))
             stored[found[2], found[4] or "weight"] = (name,) if i < 0 else (name[:i], name[j:])
     for (projection, part), around in stored.items():
-        shape, gate_and_up = shapes[projection], EXPERT_PROJECTIONS[:2]
+        shape = shapes[projection]
         if part != "weight" or (projection, "scales") in stored:
             shape = (*shape[:-1], None)
         if len(around) == 1:
@@ -116,9 +117,9 @@ def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]
         raise MTPError(f"The MTP head lacks {', '.join('mtp.' + name for name in missing[:4])}{more}.")
     wrong = []
     for name, shape in expected.items():
-        own = weights[name].shape
-        if shape is not None and (len(own) != len(shape) or any(n not in (None, m) for n, m in zip(shape, own))):
-            wrong.append(f"mtp.{name} is {list(own)}, not {list(shape)}")
+        found = weights[name].shape
+        if shape is not None and (len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found))):
+            wrong.append(f"mtp.{name} is {list(found)}, not {list(shape)}")
     if wrong:
         raise MTPError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 

@@ -67,11 +67,12 @@ class MTPModel(Fingerprinted):
                 back to any of them. 0 or T: a plain pass.
             compiler: Compiles the pass; ``None``: it runs as in mlx-lm.
         """
-        n, embeddings = len(self.layers), {} if input_embeddings is None else {"input_embeddings": input_embeddings}
+        n = len(self.layers)
+        embeddings = {} if input_embeddings is None else {"input_embeddings": input_embeddings}
         positions = PromptCache(cache, n).positions() if cache is not None and len(cache) == n + 2 else None
         T = inputs.shape[1]
-        this = pass_over(T, self.device, n_confirmed if n_confirmed < T else 0, compiler, positions)
-        with in_pass(this):
+        pass_ = pass_over(T, self.device, n_confirmed if n_confirmed < T else 0, compiler, positions)
+        with in_pass(pass_):
             # Only the layers' entries: in a pipeline, mlx-lm's backbone writes to the last one.
             hidden = self.model(inputs, None if cache is None else cache[:n], **embeddings)
             logits = self.logits(hidden)
@@ -89,8 +90,8 @@ class MTPModel(Fingerprinted):
     def project(self, hidden: mx.array) -> mx.array:
         if self._text.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
-        out, group = self._text.lm_head(hidden), self._text.sharding_group
-        return out if group is None else gather_last_axis(out, group)
+        out = self._text.lm_head(hidden)
+        return out if self._text.sharding_group is None else gather_last_axis(out, self._text.sharding_group)
 
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
@@ -163,8 +164,8 @@ class MTPModel(Fingerprinted):
             raw = self.family.is_raw(shapes_of(weights))
         weights = super().sanitize(weights)  # type: ignore[misc]
         if has_head(self):
-            own = sanitize_head(self, head, raw and self.family.shifts_norms)
-            weights.update({self.head_prefix + name: w for name, w in own.items()})
+            sanitized = sanitize_head(self, head, raw and self.family.shifts_norms)
+            weights.update({self.head_prefix + name: w for name, w in sanitized.items()})
         return weights
 
 

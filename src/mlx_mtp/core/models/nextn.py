@@ -9,7 +9,14 @@ the embedding and of the output layer. mlx-lm drops the layer, and loads a check
 (arXiv:2412.19437, section 2.2), as in ``MtpLayer`` of transformers (5.24).
 """
 
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+
+from ..layers.mtp import has_head
 from .family import HeadNames
+from .mixin import TokensOnly
 
 NAMES = HeadNames(
     prefix=r"(?:model\.)?layers\.<N>\.",
@@ -41,3 +48,12 @@ class NextnArgs:
     @property
     def shared_expert_intermediate_size(self) -> int:
         return (self.n_shared_experts or 0) * self.moe_intermediate_size
+
+
+class NextnModel(TokensOnly):
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Keep this rank's part of each layer, as mlx-lm's model does, including the head's."""
+        group = group or mx.distributed.init()
+        of_mlx_lm: Any = super(NextnModel, type(self)).shard  # type: ignore[misc]
+        for model in (self.model, self.mtp) if has_head(self) else (self.model,):
+            of_mlx_lm(SimpleNamespace(model=model), group)

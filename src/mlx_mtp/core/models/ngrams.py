@@ -63,13 +63,14 @@ class NgramHash:
         multipliers, sizes, offsets = (np_or_mx.array(x) for x in (self.multipliers, self.sizes, self.offsets))
         T = tokens.shape[1] - self.n_previous
         previous = tokens[:, self.n_previous :]
-        mixed, ids = previous * multipliers[0], []
+        mixed = previous * multipliers[0]
+        ids = []
         for i in range(1, self.n_previous + 1):
             before = tokens[:, self.n_previous - i :][:, :T]
             previous = before if i == 1 else np_or_mx.where(previous == self.eos, self.eos, before)
             mixed = mixed ^ (previous * multipliers[i])
-            own = slice((i - 1) * self.per_size, i * self.per_size)
-            ids.append(mixed[..., None] % sizes[own] + offsets[own])
+            of_size = slice((i - 1) * self.per_size, i * self.per_size)
+            ids.append(mixed[..., None] % sizes[of_size] + offsets[of_size])
         return np_or_mx.concatenate(ids, axis=-1)
 
 
@@ -77,7 +78,8 @@ class NgramTable:
     """A table of n-gram embeddings, whose rows are read when they are used. An MTPError if the stored rows do not fit."""
 
     def __init__(self, rows: Any, width: int, n_rows: int):
-        self.rows, self.quantized = rows, _quantization(rows.layout, width)
+        self.rows = rows
+        self.quantized = _quantization(rows.layout, width)
         if len(rows) < n_rows:
             raise MTPError(f"has {len(rows)} rows, not {n_rows}")
         self.arrays: dict[str, mx.array] | None = None  # all rows, once they are in memory
@@ -153,12 +155,14 @@ class NgramEmbedding(nn.Module):
         self.conv1d = nn.Conv1d(n * H, n * H, self.kernel_size, dilation=self.dilation, groups=n * H, bias=False)
 
 
-def add_ngrams(own: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
+def add_ngrams(module: Any, x: mx.array, embeddings: mx.array, last: mx.array) -> tuple[mx.array, mx.array]:
     """Streams x [B, T, n H], embeddings [B, T, P] and the last inputs of the convolution [B, K, n H] -> streams, and inputs."""
-    streams, embeddings = (*x.shape[:2], own.n_streams, -1), embeddings.astype(x.dtype)
-    keys, queries = own.norm_key(own.key_proj(embeddings)).reshape(streams), own.norm_query(x).reshape(streams)
+    streams = (*x.shape[:2], module.n_streams, -1)
+    embeddings = embeddings.astype(x.dtype)
+    keys = module.norm_key(module.key_proj(embeddings)).reshape(streams)
+    queries = module.norm_query(x).reshape(streams)
     gate = (keys * queries).sum(axis=-1, keepdims=True) / math.sqrt(queries.shape[-1])
     gate = mx.sqrt(mx.maximum(mx.abs(gate), 1e-6)) * mx.sign(gate)
-    values = (mx.sigmoid(gate) * own.value_proj(embeddings)[:, :, None]).reshape(x.shape)
-    inputs = mx.concatenate([last, own.norm_conv(values)], axis=1)
-    return x + values + nn.silu(own.conv1d(inputs)), inputs
+    values = (mx.sigmoid(gate) * module.value_proj(embeddings)[:, :, None]).reshape(x.shape)
+    inputs = mx.concatenate([last, module.norm_conv(values)], axis=1)
+    return x + values + nn.silu(module.conv1d(inputs)), inputs

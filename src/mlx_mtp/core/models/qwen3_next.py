@@ -27,7 +27,8 @@ class Attention(GatedAttentionLayer, stock.Qwen3NextDecoderLayer):
 
 class Recurrence(RecurrentLayer, stock.Qwen3NextDecoderLayer):
     def project(self, normed: mx.array) -> tuple[mx.array, ...]:
-        (B, T, _), delta = normed.shape, self.linear_attn
+        B, T, _ = normed.shape
+        delta = self.linear_attn
         qkvz, ba = delta.in_proj_qkvz(normed), delta.in_proj_ba(normed)
         q, k, v, z, b, a = delta.fix_query_key_value_ordering(qkvz, ba)
         return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b

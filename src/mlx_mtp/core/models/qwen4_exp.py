@@ -99,9 +99,9 @@ class Streams(nn.Module):
 
     def __call__(self, x: mx.array) -> tuple[mx.array, ...]:
         """Streams [B, T, n H] -> the input [B, T, H], and the injection of each stream, [B, T, n]"""
-        normed, streams = self.hc_norm(x), (*x.shape[:2], self.n_streams, -1)
+        normed = self.hc_norm(x)
         mix = mx.sigmoid(self.input_mix_weight_up(nn.silu(self.input_mix_weight_down(normed) / self.n_streams)))
-        mixed = (mix * normed).reshape(streams).mean(axis=2)
+        mixed = (mix * normed).reshape(*x.shape[:2], self.n_streams, -1).mean(axis=2)
         if "block_inject_weight" not in self:
             return (mixed,)
         return mixed, 2 * mx.sigmoid(self.block_inject_weight(normed) / self.n_streams)
@@ -131,8 +131,8 @@ class StreamsLayer(Layer, nn.Module):
     def enter(self, x: mx.array) -> tuple[mx.array, ...]:
         return self.attn_hyper_connection(x)
 
-    def join(self, x: mx.array, out: mx.array, *ways: mx.array) -> mx.array:
-        (injection,) = ways
+    def join(self, x: mx.array, out: mx.array, *for_join: mx.array) -> mx.array:
+        (injection,) = for_join
         return x + (injection[..., None] * out[:, :, None]).reshape(x.shape)
 
     def feed_forward(self, x: mx.array) -> mx.array:
@@ -169,20 +169,18 @@ class Attention(StreamsLayer, GatedAttentionLayer):
         return [*queries, index[:, :, -1:] if last else index], [*keys, index_keys], gates
 
     def attend(
-        self, queries: Arrays, held: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, this: Pass
+        self, queries: Arrays, cached: Sequence[Any], mask: Any, cache: Any, first: int | mx.array, pass_: Pass
     ) -> mx.array:
         query, index = queries
-        keys, values, index_keys = held
+        keys, values, index_keys = cached
         query = mx.depends(query, [index_keys])  # otherwise they would not be computed where none are needed
         indexer = self.self_attn.indexer
         if index_keys.shape[2] // indexer.block_size > indexer.n_blocks:
             mask = indexer.select(self.self_attn.rope, index, index_keys, first)
-        return super().attend([query], [keys, values], mask, cache, first, this)
+        return super().attend([query], [keys, values], mask, cache, first, pass_)
 
 
 class Recurrence(StreamsLayer, RecurrentLayer):
-    is_linear = True
-
     def __init__(self, args: TextModelArgs, layer_idx: int):
         super().__init__(args, layer_idx)
         self.n_previous = args.ngram_size - 1
@@ -205,11 +203,11 @@ class Recurrence(StreamsLayer, RecurrentLayer):
         ids = State((self.n_previous, 1), mx.int32)
         return [*super().states, State((self.ple.n_last, size)), ids]
 
-    def embed(self, x: mx.array, held: list[mx.array], this: Pass) -> tuple[mx.array, list[mx.array]]:
+    def embed(self, x: mx.array, arrays: list[mx.array], pass_: Pass) -> tuple[mx.array, list[mx.array]]:
         if not self.has_ngrams:
             return x, []
-        tokens, embeddings = this.arrays[id(self)]
-        x, inputs = this.call(add_ngrams, self.ple, x, embeddings, held[2])
+        tokens, embeddings = pass_.arrays[id(self)]
+        x, inputs = pass_.call(add_ngrams, self.ple, x, embeddings, arrays[2])
         return x, [inputs, tokens]
 
 
@@ -232,8 +230,8 @@ class Backbone(stock.Qwen3_5TextModel):
 
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         for i in self.ngram_layers:
-            held = None if cache is None else cache[i - self.start_idx][3]
-            current_pass().arrays[id(self.layers[i])] = self.ngrams.read(i, inputs, held)
+            last = None if cache is None else cache[i - self.start_idx][3]
+            current_pass().arrays[id(self.layers[i])] = self.ngrams.read(i, inputs, last)
         streams = mx.tile(self.embed_tokens(inputs), (1, 1, self.n_streams))
         return super().__call__(inputs, cache, input_embeddings=streams)
 
@@ -246,21 +244,23 @@ class Ngrams:
         self.width = (args.ple_embed_dim or 0) // (args.heads_per_ngram * (args.ngram_size - 1))  # of a row
         self.tables: dict[int, NgramTable] = {}  # by layer, set by ``mlx_mtp.load``
 
-    def read(self, i: int, inputs: mx.array, held: mx.array | None) -> tuple[mx.array, mx.array]:
-        """New tokens [B, T] of layer i -> the last tokens held with the new ones, and the embeddings of these, [B, T, P]"""
-        own, table = self.hashes[i], self.tables[i]
-        if held is None:
-            held = mx.zeros((len(inputs), own.n_previous, 1), mx.int32)
-        tokens = mx.concatenate([held, inputs[..., None].astype(mx.int32) - own.eos], axis=1)
-        ids = tokens[..., 0].astype(mx.int64) + own.eos
-        rows = table(own(ids if table.arrays is not None else np.array(ids)))  # from files: waits for the tokens
+    def read(self, i: int, inputs: mx.array, last: mx.array | None) -> tuple[mx.array, mx.array]:
+        """New tokens [B, T] of layer i -> the last tokens before with the new ones, and the embeddings of these, [B, T, P]"""
+        ngram_hash, table = self.hashes[i], self.tables[i]
+        eos = ngram_hash.eos
+        if last is None:
+            last = mx.zeros((len(inputs), ngram_hash.n_previous, 1), mx.int32)
+        tokens = mx.concatenate([last, inputs[..., None].astype(mx.int32) - eos], axis=1)
+        ids = tokens[..., 0].astype(mx.int64) + eos
+        rows = table(ngram_hash(ids if table.arrays is not None else np.array(ids)))  # from files: waits for the tokens
         return tokens, rows.reshape(*inputs.shape, -1)
 
 
 class Head(MTPModule):
     def __init__(self, args: TextModelArgs, layer: nn.Module):
         nn.Module.__init__(self)
-        self.n_streams, H = args.hc_count, args.hidden_size
+        H = args.hidden_size
+        self.n_streams = args.hc_count
         self.pre_fc_norm_embedding = Norm(H, args.rms_norm_eps)
         self.pre_fc_norm_hidden = Norm(args.hc_count * H, args.rms_norm_eps)
         self.fc_embedding, self.fc_hidden = (nn.Linear(H, H, bias=False) for _ in range(2))
@@ -296,7 +296,8 @@ FAMILY = Family(
 class TextModel(stock.TextModel):
     def __init__(self, args: TextModelArgs):
         super().__init__(without_layers(args))
-        self.args, self.model = args, Backbone(args)
+        self.args = args
+        self.model = Backbone(args)
         add_layers(self, args, FAMILY)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

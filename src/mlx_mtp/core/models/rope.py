@@ -28,11 +28,12 @@ class MRoPE(nn.Module):
         """x [B, H, T, D] -> the same, given the first token's index, or its position, [B]"""
         if isinstance(offset, mx.array):
             return self.rope(x, offset)  # type: ignore[arg-type]
-        this, n = current_pass(), self.rope.dims // 2
-        if (position := this.position(offset)) is not None:
+        pass_ = current_pass()
+        if (position := pass_.position(offset)) is not None:
             return self.rope(x, position)
+        n = self.rope.dims // 2
         frequencies = self.rope.scale * mx.power(self.rope.base, -mx.arange(n) / n)  # [n]
-        angles = this.ids(offset, x.shape[2])[mx.array([*self._axes])].T * frequencies  # [T, n]
+        angles = pass_.ids(offset, x.shape[2])[mx.array([*self._axes])].T * frequencies  # [T, n]
         rotated = rotate(x[..., : 2 * n], mx.cos(angles), mx.sin(angles))
         return mx.concatenate([rotated, x[..., 2 * n :]], axis=-1)
 

@@ -28,7 +28,8 @@ def shard_layers(layers: Sequence[Any], group: mx.distributed.Group) -> None:
 
 def shard_recurrent_layer(layer: Any, group: mx.distributed.Group) -> None:
     """Keep this rank's part of a recurrent layer of Qwen3-Next, whose projections are grouped by key head."""
-    n, rank, delta = group.size(), group.rank(), layer.linear_attn
+    n, rank = group.size(), group.rank()
+    delta = layer.linear_attn
     segments = [delta.key_dim, 2 * delta.key_dim]  # of the convolution: queries, keys, values
     shard_inplace(delta.conv1d, lambda path, weight: (0, segments), group=group)
     delta.conv1d.groups //= n
@@ -40,15 +41,16 @@ def shard_recurrent_layer(layer: Any, group: mx.distributed.Group) -> None:
     for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim"):
         setattr(delta, name, getattr(delta, name) // n)
     # A feed-forward layer or a mixture of experts, as in mlx-lm's ``Model.shard`` of Qwen3.5
-    mlp, ways = layer.mlp, dict.fromkeys(SPLIT, "all-to-sharded") | {"down_proj": "sharded-to-all"}
+    mlp = layer.mlp
+    sharding = dict.fromkeys(SPLIT, "all-to-sharded") | {"down_proj": "sharded-to-all"}
     if isinstance(mlp, Qwen3NextMLP):
-        for name, way in ways.items():
-            mlp[name] = shard_linear(mlp[name], way, group=group)
+        for name, how in sharding.items():
+            mlp[name] = shard_linear(mlp[name], how, group=group)
         return
     mlp.sharding_group = group
     for experts in (mlp.shared_expert, mlp.switch_mlp):
-        for name, way in ways.items():
-            shard_inplace(experts[name], way, group=group)
+        for name, how in sharding.items():
+            shard_inplace(experts[name], how, group=group)
 
 
 def check_shard(model: Any, n: int) -> None:

@@ -132,10 +132,8 @@ class Depth:
             self.is_probing = best == 0
         plan, speed = _faster(times, Plan(best), tokens[best] / seconds[best], offers)
         if plan == PLAIN_PLAN and chooses_head:
-            rate, plain = (
-                tokens[1] - 1,
-                times.estimate[0],
-            )  # the first draft's acceptance rate, and seconds of a plain step
+            rate = tokens[1] - 1  # the first draft's acceptance rate
+            plain = times.estimate[0]
             if self.lost < rate * (self.PROBING * self.elapsed + self.FIRST_LOSS * rate * (1 - rate) * plain):
                 # A probe: the best number of drafts costs least, and shows most if the text has changed.
                 return Plan(best_length(tokens, [math.inf, *seconds[1:]]))

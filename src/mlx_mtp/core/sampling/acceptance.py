@@ -84,7 +84,7 @@ class RejectionSampling:
         proposals = proposals[: T - 1]
         # The draft and the verification of a position use the same uniform number.
         more = self.sampler.uniforms(G * (T - len(proposals))).reshape(G, -1)
-        uniforms = mx.concatenate([*(own for _, own in proposals), more], axis=1)  # [G, T]
+        uniforms = mx.concatenate([*(u for _, u in proposals), more], axis=1)  # [G, T]
         support = self.sampler.support(logprobs.reshape(-1, V), uniforms.reshape(-1, 1))
         if T == 1:
             return Verdict(support.draw()[:, None], drafts == drafts)
@@ -94,7 +94,7 @@ class RejectionSampling:
         x = mx.pad(drafts, [(0, 0), (0, 1)]).flatten()  # and the following by position, [G * T, ...]
         # The probabilities of all tokens as drafts of each position that has a draft, else 0, [G * T, V].
         are = is_draft & ~is_copy
-        of_each = [own._replace(p=own.p * are[:, i, None]).of_all(V) for i, (own, _) in enumerate(proposals)]
+        of_each = [s._replace(p=s.p * are[:, i, None]).of_all(V) for i, (s, _) in enumerate(proposals)]
         q = mx.stack([*of_each, *[mx.zeros((G, V))] * (T - len(of_each))], axis=1).reshape(-1, V)
         q = q.at[mx.arange(G * T), x].add(is_copy.flatten())
         rest = residual(support.p, q if support.ids is None else mx.take_along_axis(q, support.ids, axis=-1))
@@ -125,8 +125,8 @@ class Coupled:
 
     def _words(self, texts: list[Drafted], n: int) -> mx.array:
         """Of n positions of each text, [G * n, 3]."""
-        own = [(text.acceptance, text.position + t) for text in texts for t in range(n)]
-        return mx.array([noise_words(a.seed, a.start + i) for a, i in own if isinstance(a, Coupled)], mx.uint32)
+        positions = [(text.acceptance, text.position + t) for text in texts for t in range(n)]
+        return mx.array([noise_words(a.seed, a.start + i) for a, i in positions if isinstance(a, Coupled)], mx.uint32)
 
 
 Acceptance = TokenMatch | RejectionSampling | Coupled
