@@ -196,12 +196,12 @@ def vision_of(model: Any) -> Vision:
         raise MTPError(
             "Images require a model of mlx_mtp.load with mtp=True or copy_drafts=True; in `mlx_mtp chat`, use --images."
         )
-    if model.family.no_images is not None:
-        raise MTPError(model.family.no_images)
+    if model.no_images is not None:
+        raise MTPError(model.no_images)
     if not isinstance(vision := model.vision, Vision):
         raise MTPError(
-            "The model takes no images: its checkpoint has no vision encoder, or its positions are scaled (YaRN). Use its base "
-            'model\'s encoder: with --images in mlx_mtp chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
+            "The model takes no images: its checkpoint has no vision encoder. Use its base model's: with --images in mlx_mtp "
+            'chat and mlx_mtp server, with vision="auto" in mlx_mtp.load.'
         )
     if model.ranks is not None:
         raise MTPError("Images are processed in one process: omit them on several machines.")
