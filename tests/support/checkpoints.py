@@ -16,6 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_mtp import convert, load
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.core.models.family import HeadNames
+from mlx_mtp.core.models.head_weights import in_files
 
 from .models import DATA, model_of, tiny_config
 
@@ -85,7 +86,7 @@ def stored(model) -> dict[str, mx.array]:
     head = {
         name.removeprefix(model.head_prefix): own.pop(name) for name in [*own] if name.startswith(model.head_prefix)
     }
-    return own | model.in_files(head)
+    return own | in_files(model, head)
 
 
 def parameters(module) -> dict[str, mx.array]:

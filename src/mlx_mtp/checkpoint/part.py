@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from ..core.distributed import Ranks
 from ..core.models import MODULES, family_of
 from ..core.models.family import Family, HeadNames
+from ..core.models.head_weights import head_names
 from ..core.models.mixin import MTPModel
 from ..core.models.shard import check_pipeline, check_shard
 from ..errors import MTPError
@@ -68,7 +69,7 @@ def files_of(checkpoint: CheckpointReader, layers: range) -> list[str]:
 
 def own_weights(weights: Mapping[str, mx.array], layers: range, model: MTPModel) -> dict[str, mx.array]:
     """The tensors that a stage with these layers keeps, and those that tell the layout of the checkpoint."""
-    names = {*names_of(weights, layers, model.names)}
+    names = {*names_of(weights, layers, head_names(model))}
     return {name: w for name, w in weights.items() if name in names or model.family.tells_layout(name)}
 
 

@@ -26,7 +26,7 @@ from ..checkpoint.heads.originals import check_method
 from ..checkpoint.hub import HEAD_FILE, fetch, first_line
 from ..checkpoint.load import find_vision, load
 from ..checkpoint.reader import CheckpointReader
-from ..core.models.head_weights import is_head
+from ..core.models.head_weights import in_files, is_head
 from ..core.models.mixin import MTPModel
 from ..core.models.ngrams import NgramTable, Quantized, floats
 from ..errors import MTPError, MTPOSError, as_mtp_error
@@ -176,7 +176,7 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     head = {name: parameters.pop(name) for name in [*parameters] if is_head(name)}
     if isinstance(model, MTPModel):
-        head = model.in_files({name.removeprefix(model.head_prefix): w for name, w in head.items()})
+        head = in_files(model, {name.removeprefix(model.head_prefix): w for name, w in head.items()})
     weights = parameters | head | tower
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
     n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())

@@ -16,7 +16,7 @@ from ..checkpoint.heads.originals import check_method, copy_image_settings, copy
 from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
 from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
-from ..core.models.head_weights import norms_of, sanitize_head
+from ..core.models.head_weights import in_files, norms_of, sanitize_head
 from ..errors import MTPError
 from ..images.tower import PREFIX, Vision, VisionArgs, make_tower, settings_of, split_tower
 
@@ -90,7 +90,7 @@ def _head(
 
 def _as_parameters(head: Mapping[str, mx.array], reading: Reading, config: Config, name: str) -> dict[str, mx.array]:
     """The parameters of a model for a head whose norms are read in this way."""
-    return skeleton(config, name).in_files({**head, **with_ones(norms_of(head), reading)})
+    return in_files(skeleton(config, name), {**head, **with_ones(norms_of(head), reading)})
 
 
 def named_tower(tower: nn.Module) -> dict[str, mx.array]:

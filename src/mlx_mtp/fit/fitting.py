@@ -24,6 +24,7 @@ from ..checkpoint.part import evaluate
 from ..checkpoint.reader import CheckpointReader, fetch_checkpoint
 from ..cli.display import say, table
 from ..core.decoding.counts import DraftCounts
+from ..core.models.head_weights import in_files
 from ..errors import MTPError
 from ..files import check_folder, write_atomic
 from .options import FitOptions
@@ -192,7 +193,7 @@ def write_checkpoint(
     own = {"source": name, "revision": source.revision}
     origin = config.get("mlx_mtp") or (own if fetched is None else fetched.record)
     parameters: Any = tree_flatten(model.mtp.parameters())
-    head = model.in_files(dict(parameters))
+    head = in_files(model, dict(parameters))
     adapter = "" if adapter_path is None else WITH_ADAPTER.format(adapter=adapter_path)
     original = origin.get("source") or name
     card = USAGE.format(model=name, name=target, original=original, table=table, adapter=adapter, **record)

@@ -13,6 +13,7 @@ from ..layers.mtp import MTPModule
 from ..layers.recurrence import RecurrentLayer
 
 T = TypeVar("T")
+Weights = dict[str, mx.array]
 
 # Copies of the embedding and of the output layer that a head may have, by the names of parameters
 COPIES = tuple(f"{module}.{part}" for module in ("embed_tokens", "lm_head") for part in ("weight", "scales", "biases"))
@@ -88,6 +89,8 @@ class Family:
         head_index (Callable): The index that the head's layer takes, given the arguments.
         head (type): Its head, which takes the arguments and the layer.
         names (HeadNames): The names of a head's tensors in its checkpoints.
+        prepared (Callable): Gives a head's layer the parameters of mlx-lm's layer, which checkpoints have otherwise: of the
+          arguments and the tensors.
         shifts_norms (bool): Whether Hugging Face's layout stores norms without the 1 that MLX's has.
         convolution (str, optional): The end of the name of a tensor that tells the layout: [C, 1, K] in Hugging Face's,
           [C, K, 1] in MLX's. Default: ``None``, both are the same.
@@ -111,6 +114,7 @@ class Family:
     head_index: Callable[[Any], int] = lambda args: args.num_hidden_layers
     head: type[MTPModule] = MTPModule
     names: HeadNames = HeadNames()
+    prepared: Callable[[Any, Weights], Weights] = lambda args, head: head
     shifts_norms: bool = False
     convolution: str | None = None
     drafter: str | None = None

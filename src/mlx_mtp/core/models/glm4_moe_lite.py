@@ -17,7 +17,7 @@ from mlx_lm.models import glm4_moe_lite as stock
 from ..layers.attention import Arrays, AttentionHeads, AttentionLayer, attend, split_heads
 from ..layers.passes import Pass, current_pass
 from ..pacing import MAX_WINDOW
-from .family import Family
+from .family import Family, Weights
 from .nextn import NAMES, NextnArgs, NextnModel
 
 
@@ -89,10 +89,21 @@ class Attention(AttentionLayer, stock.Glm4MoeLiteDecoderLayer):
         return attention.unembed_out(out)
 
 
+def with_parts(args: ModelArgs, head: Weights) -> Weights:
+    """A head with the two parts of ``kv_b_proj`` that mlx-lm's attention has."""
+    attention = {name: w for name, w in head.items() if name.startswith("layers.0.self_attn.")}
+    others = {name: w for name, w in head.items() if name not in attention}
+    args = copy(args)
+    args.num_hidden_layers = 1
+    converted = stock.Model.sanitize(SimpleNamespace(args=args), {f"model.{name}": w for name, w in attention.items()})
+    return others | {name.removeprefix("model."): w for name, w in converted.items()}
+
+
 FAMILY = Family(
     text_args=ModelArgs,
     attention=Attention,
     names=NAMES,
+    prepared=with_parts,
     drafter="glm4_moe_lite_mtp",
     tries_outputs=True,
     no_kv_bits="latent attention takes no quantized keys and values in mlx-lm",
@@ -102,13 +113,3 @@ FAMILY = Family(
 
 class Model(NextnModel, stock.Model):
     family = FAMILY
-
-    def prepared(self, head: dict[str, mx.array]) -> dict[str, mx.array]:
-        """With the two parts of ``kv_b_proj`` that mlx-lm's attention has."""
-        args = copy(self.args)
-        args.num_hidden_layers = 1
-        attention = {name: w for name, w in head.items() if name.startswith("layers.0.self_attn.")}
-        others = {name: w for name, w in head.items() if name not in attention}
-        named = {f"model.{name}": w for name, w in attention.items()}
-        converted = stock.Model.sanitize(SimpleNamespace(args=args), named)
-        return others | {name.removeprefix("model."): w for name, w in converted.items()}

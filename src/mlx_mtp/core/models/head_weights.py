@@ -1,7 +1,7 @@
 """The tensors of MTP heads: their layouts in checkpoints become those of the parameters of ``MTPModule``."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +16,7 @@ EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
 FP8_SCALES = ("_scale_inv", "_scale")  # after the name of a weight in FP8
 
+T = TypeVar("T")
 Shape = tuple[int | None, ...]  # None for any size
 
 
@@ -31,10 +32,23 @@ def sanitize_head(model: Any, head: Mapping[str, mx.array], raw: bool) -> dict[s
     """
     parameters: Any = tree_flatten(model.mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
-    weights = _with_stacked_experts(model.family.names, model.prepared(_dequantized(head)), expected)
+    weights = _with_stacked_experts(
+        model.family.names, model.family.prepared(model.text_args, _dequantized(head)), expected
+    )
     # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
     _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
     return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
+
+
+def head_names(model: Any) -> HeadNames:
+    """The names of a head's tensors in checkpoints of this model."""
+    return model.family.names.of_layers(model.text_args.num_hidden_layers)
+
+
+def in_files(model: Any, head: Mapping[str, T]) -> dict[str, T]:
+    """A head by the names with which it is written, given it by those of ``MTPModule``'s parameters."""
+    names = head_names(model)
+    return {names.in_files(name, model.head_prefix): w for name, w in head.items()}
 
 
 def norms_of(head: Mapping[str, mx.array]) -> dict[str, mx.array]:

@@ -20,8 +20,8 @@ from ..layers.mtp import has_head
 from ..layers.passes import DevicePasses, in_pass, pass_over
 from ..layers.recurrence import RecurrentLayer
 from ..pacing.step_times import Pace
-from .family import COPIES, Family, HeadNames, shapes_of
-from .head_weights import sanitize_head
+from .family import COPIES, Family, shapes_of
+from .head_weights import head_names, sanitize_head
 from .rope import MRoPE
 
 T = TypeVar("T")
@@ -88,22 +88,19 @@ class MTPModel(Fingerprinted):
         return self.project(hidden) if lm_head is None else lm_head(hidden, self.vocab_size)
 
     def project(self, hidden: mx.array) -> mx.array:
-        if self._text.args.tie_word_embeddings:
+        text = language_model(self)
+        if text.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
-        out = self._text.lm_head(hidden)
-        return out if self._text.sharding_group is None else gather_last_axis(out, self._text.sharding_group)
+        out = text.lm_head(hidden)
+        return out if text.sharding_group is None else gather_last_axis(out, text.sharding_group)
 
     def make_cache(self) -> list[Any]:
         return [layer.make_cache() for layer in self.layers]
 
     @property
-    def _text(self) -> Any:
-        return getattr(self, "language_model", self)
-
-    @property
     def text_args(self) -> Any:
         """Those of the whole language model, also on a rank with a part of it."""
-        return self._text.args
+        return language_model(self).args
 
     @property
     def vocab_size(self) -> int:
@@ -112,20 +109,7 @@ class MTPModel(Fingerprinted):
 
     @property
     def output_layer(self) -> nn.Module:
-        return self.model.embed_tokens if self.text_args.tie_word_embeddings else self._text.lm_head
-
-    @property
-    def names(self) -> HeadNames:
-        """Those of its head's tensors in checkpoints."""
-        return self.family.names.of_layers(self.text_args.num_hidden_layers)
-
-    def in_files(self, head: Mapping[str, T]) -> dict[str, T]:
-        """A head by the names with which it is written, given it by those of ``MTPModule``'s parameters."""
-        return {self.names.in_files(name, self.head_prefix): w for name, w in head.items()}
-
-    def prepared(self, head: dict[str, mx.array]) -> dict[str, mx.array]:
-        """A head whose layer has the parameters of mlx-lm's layer, which some checkpoints have otherwise."""
-        return head
+        return self.model.embed_tokens if self.text_args.tie_word_embeddings else language_model(self).lm_head
 
     @property
     def hidden_size(self) -> int:
@@ -147,7 +131,7 @@ class MTPModel(Fingerprinted):
 
     @property
     def no_images(self) -> str | None:
-        """Why it takes no images, if so: their positions have three axes."""
+        """Why it takes no images; ``None`` if it takes them, whose positions have three axes."""
         if self.family.no_images is not None:
             return self.family.no_images
         if all(isinstance(layer.self_attn.rope, MRoPE) for layer in self.attention_layers):
@@ -158,7 +142,7 @@ class MTPModel(Fingerprinted):
         self, weights: dict[str, mx.array], head: Mapping[str, mx.array] | None = None, raw: bool = False
     ) -> dict[str, mx.array]:
         """mlx-lm's ``sanitize``, which drops the head, and then that of ``head``, by default the one in ``weights``."""
-        weights, inside = self.names.split(weights)
+        weights, inside = head_names(self).split(weights)
         if head is None:
             head = {name: w for name, w in inside.items() if name not in COPIES}
             raw = self.family.is_raw(shapes_of(weights))
@@ -167,6 +151,10 @@ class MTPModel(Fingerprinted):
             sanitized = sanitize_head(self, head, raw and self.family.shifts_norms)
             weights.update({self.head_prefix + name: w for name, w in sanitized.items()})
         return weights
+
+
+def language_model(model: Any) -> Any:
+    return getattr(model, "language_model", model)
 
 
 def check_model(model: nn.Module, options: TextOptions) -> MTPModel:
@@ -211,7 +199,7 @@ class TokensOnly(MTPTextModel):
 
 def drop_head(model: Any) -> None:
     """Let a model generate without drafts of its head from now on."""
-    model._text.pop("mtp")
+    language_model(model).pop("mtp")
 
 
 def without_layers(args: Any) -> Any:
