@@ -591,8 +591,7 @@ def idle():
 @pytest.mark.parametrize(("seconds", "since_warmed", "is_warmed"), [(5, 2, True), (5, 0.5, False), (31, 2, False)])
 def test_weights_are_kept_warm_for_some_seconds(idle, monkeypatch, seconds, since_warmed, is_warmed):
     monkeypatch.setattr(generation, "time", SimpleNamespace(monotonic=lambda: 1000.0))
-    idle.warmed = 1000.0 - since_warmed
 
-    idle._rest(seconds)
+    warmed = generation.rest(idle.admission, seconds, 1000.0 - since_warmed)
 
-    assert (idle.warmed == 1000.0) == is_warmed
+    assert (warmed == 1000.0) == is_warmed

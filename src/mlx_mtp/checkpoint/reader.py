@@ -103,11 +103,7 @@ class CheckpointReader:
             self.revision = commit_of(self.folder)
         has_config = "config.json" in self.files
         self.config: Config | None = canonical(self.read_json("config.json")) if has_config else None
-
-    @property
-    def names(self) -> HeadNames:
-        """Those of its head's tensors, by its model type."""
-        return head_names_in(self.config)
+        self.names = head_names_in(self.config)  # of its head's tensors
 
     @property
     def path(self) -> Path:
@@ -115,16 +111,9 @@ class CheckpointReader:
         assert self.folder is not None
         return self.folder
 
-    def _here(self, file: str) -> Path | None:
-        """A file in the checkpoint's folder or in the hub's cache."""
-        if self.folder is not None:
-            return self.folder / file
-        cached = try_to_load_from_cache(self.name, file, revision=self.revision)
-        return Path(cached) if isinstance(cached, str) else None
-
     def read(self, file: str, start: int = 0, stop: int | None = None) -> bytes:
         """Read the bytes of a file from ``start`` to before ``stop``."""
-        if (here := self._here(file)) is None:
+        if (here := _here(self, file)) is None:
             data, _ = download(self.name, self.revision, file, start, stop)
         else:
             with here.open("rb") as f:
@@ -140,7 +129,7 @@ class CheckpointReader:
     def header(self, file: str) -> Header:
         """Read and check the header of a safetensors file once."""
         if file not in self._headers:
-            here = self._here(file)
+            here = _here(self, file)
             self._headers[file] = _download_header(self, file) if here is None else _read_header(here, file, self.name)
         return self._headers[file]
 
@@ -203,22 +192,6 @@ class CheckpointReader:
         """The names of the copies of the model's embedding and output layer that its head has, by those among ``COPIES``."""
         return {parameter: self._whole_head[parameter][0] for parameter in COPIES if parameter in self._whole_head}
 
-    def is_copy(self, parameter: str) -> bool:
-        """Whether one of ``head_copies`` is equal to the model's tensor, in some places all over them."""
-        own = {PREFIX.sub("", name, 1): name for name in self.names.split(self.model_map)[0]}
-        _, _, part = parameter.rpartition(".")
-        if (same := own.get(parameter, own.get(f"embed_tokens.{part}"))) is None:  # the latter where they are tied
-            return False
-        name, file = self._whole_head[parameter]
-        a = self.tensors({name: file})[name]
-        b = self.tensors({same: self.model_map[same]})[same]
-        n = a.stop - a.start
-        places = [(i, min(i + PLACE_BYTES, n)) for i in range(0, n, max(n // N_PLACES, PLACE_BYTES))]
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
-            self.read(a.file, a.start + i, a.start + j) == self.read(b.file, b.start + i, b.start + j)
-            for i, j in places
-        )
-
     @property
     def head_files(self) -> list[str]:
         """The files of the head besides ``model*.safetensors`` of the model."""
@@ -238,10 +211,6 @@ class CheckpointReader:
 
     def head(self) -> Tensors:
         return self.tensors(self.head_map)
-
-    def tower(self) -> Tensors:
-        names = split_tower({name: name for name in self.model_map})[1].values()
-        return self.tensors({name: self.model_map[name] for name in names})
 
 
 def _places_of_heads(checkpoint: CheckpointReader) -> Iterator[Mapping[str, str]]:
@@ -331,9 +300,32 @@ def _missing_files(checkpoint: CheckpointReader, files: Iterable[str], named_by:
     return MTPFileNotFoundError(f"{checkpoint.name} lacks {lacks}, which its {named_by} names: {again}.")
 
 
+def is_copy(checkpoint: CheckpointReader, parameter: str) -> bool:
+    """Whether one of its ``head_copies`` is equal to the model's tensor, in some places all over them."""
+    own = {PREFIX.sub("", name, 1): name for name in checkpoint.names.split(checkpoint.model_map)[0]}
+    _, _, part = parameter.rpartition(".")
+    if (same := own.get(parameter, own.get(f"embed_tokens.{part}"))) is None:  # the latter where they are tied
+        return False
+    name, file = checkpoint._whole_head[parameter]
+    a = checkpoint.tensors({name: file})[name]
+    b = checkpoint.tensors({same: checkpoint.model_map[same]})[same]
+    n = a.stop - a.start
+    places = [(i, min(i + PLACE_BYTES, n)) for i in range(0, n, max(n // N_PLACES, PLACE_BYTES))]
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and all(
+        checkpoint.read(a.file, a.start + i, a.start + j) == checkpoint.read(b.file, b.start + i, b.start + j)
+        for i, j in places
+    )
+
+
 def model_tensors(checkpoint: CheckpointReader) -> Tensors:
     """Describe the tensors of the model, in the files that exist."""
     return checkpoint.tensors({name: file for name, file in checkpoint.model_map.items() if checkpoint.has(file)})
+
+
+def tower_tensors(checkpoint: CheckpointReader) -> Tensors:
+    """Describe the tensors of the vision encoder; empty without one."""
+    names = split_tower({name: name for name in checkpoint.model_map})[1].values()
+    return checkpoint.tensors({name: checkpoint.model_map[name] for name in names})
 
 
 def files_to_fetch(checkpoint: CheckpointReader) -> list[str]:
@@ -348,6 +340,14 @@ def fetch_checkpoint(path_or_hf_repo: str, revision: str | None = None) -> Check
     checkpoint = CheckpointReader(path_or_hf_repo, revision)
     folder = fetch(path_or_hf_repo, revision, *checkpoint.head_files, weights=files_to_fetch(checkpoint))
     return CheckpointReader(path_or_hf_repo, folder=folder)
+
+
+def _here(checkpoint: CheckpointReader, file: str) -> Path | None:
+    """A file in the checkpoint's folder or in the hub's cache."""
+    if checkpoint.folder is not None:
+        return checkpoint.folder / file
+    cached = try_to_load_from_cache(checkpoint.name, file, revision=checkpoint.revision)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _read_header(path: Path, file: str, name: str) -> Header:

@@ -133,25 +133,16 @@ def benchmark_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="Also measure the head at each fixed draft length from 1 to K, or to 4 without K.",
     )
-    add(
-        "--prefill",
-        type=int,
-        nargs="*",
-        metavar="N",
-        help="Also time the prefill of prompts of N tokens (without N: 2048 and 8192).",
-    )
+    prefill = "Also time the prefill of prompts of N tokens (without N: 2048 and 8192)."
+    add("--prefill", type=int, nargs="*", metavar="N", help=prefill)
     tuned = (
         "Measure auto, fixed draft lengths, cheaper drafts and other ways to run passes against plain decoding, and write the "
         "best settings to FILE (default: one in the user's cache folder, where --mtp finds it)."
     )
     add("--tune", nargs="?", const=True, default=False, metavar="FILE", help=tuned)
     add("--json", type=Path, metavar="FILE", help="Write the figures to this file.")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="Draw speed by draft length into this image; requires --compare-depths.",
-    )
+    plot = "Draw speed by draft length into this image; requires --compare-depths."
+    add("--plot", type=Path, metavar="FILE", help=plot)
     add(
         "--mtp",
         nargs="?",

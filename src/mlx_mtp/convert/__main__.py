@@ -10,7 +10,7 @@ from ..checkpoint.heads.acceptance import key_of, known, shifted
 from ..checkpoint.heads.formats import check_head, first_tensor, has_raw_backbone, has_raw_head
 from ..checkpoint.heads.originals import check_method
 from ..checkpoint.ngram_files import find_tables, place_of
-from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes
+from ..checkpoint.reader import INDEX_FILE, CheckpointReader, Tensor, Tensors, n_bytes, tower_tensors
 from ..cli.display import one_line_errors
 from ..cli.parser import parse
 from ..cli.parsers import convert_parser
@@ -54,7 +54,7 @@ def inspect(path_or_hf_repo: str, revision: str | None = None) -> str:
     config = checkpoint.config
     if config is None:
         raise MTPFileNotFoundError(f"{path_or_hf_repo} is not a model: it has no config.json.")
-    tower = checkpoint.tower()
+    tower = tower_tensors(checkpoint)
     head = Tensors()
     told = "none"
     with suppress(FileNotFoundError, MTPError):  # told by the verdict

@@ -15,7 +15,7 @@ from ..checkpoint.heads.formats import first_tensor, has_raw_head, load_tensors
 from ..checkpoint.heads.originals import check_method, copy_image_settings, copy_tensors, fitting_head, fitting_tower
 from ..checkpoint.hub import HEAD_FILE
 from ..checkpoint.load import load
-from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint
+from ..checkpoint.reader import CheckpointReader, Tensors, fetch_checkpoint, tower_tensors
 from ..core.models.head_weights import in_files, norms_of, sanitize_head
 from ..errors import MTPError
 from ..images.tower import PREFIX, Vision, VisionArgs, make_tower, settings_of, split_tower
@@ -42,7 +42,7 @@ def graft(
     tower = dict[str, mx.array]()
     with output.atomic_directory(target) as folder:
         if vision_from is not None:
-            if receiver.tower():
+            if tower_tensors(receiver):
                 raise MTPError(f"{model} has a vision encoder already.")
             seeing = CheckpointReader(vision_from, original_revision)
             tensors = fitting_tower(seeing, receiver)

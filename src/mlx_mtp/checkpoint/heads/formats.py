@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ...core.models.head_weights import check_quantized, is_head, norms_of, sanitize_head
 from ...errors import MTPError
 from ..config import Config, check_config, family_in, first_difference, skeleton, text_config_of
-from ..reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint
+from ..reader import CheckpointReader, Tensor, Tensors, fetch_checkpoint, is_copy
 
 RUNTIME = "mtplx_runtime.json"  # MTPLX's settings beside config.json
 # The keys of config.json and RUNTIME that tell the encoding of the head's norms, and the values that mean without the 1.
@@ -31,7 +31,7 @@ def check_head(checkpoint: CheckpointReader) -> None:
     name = checkpoint.name
     text_config = text_config_of(checkpoint.config or {})
     for parameter, own in checkpoint.head_copies.items():
-        if not checkpoint.is_copy(parameter):
+        if not is_copy(checkpoint, parameter):
             raise MTPError(f"The MTP head of {name} has its own {own}, other than the model's: generate with --no-mtp.")
     if head := checkpoint.head():
         check_shapes(checkpoint, head)

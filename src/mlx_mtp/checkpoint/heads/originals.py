@@ -33,7 +33,7 @@ from ...memory import GB
 from ..catalog import originals_like, published
 from ..config import Config, check_config, family_in, first_difference, read_json, text_config_of
 from ..hub import CARD
-from ..reader import CHUNK_BYTES, FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes
+from ..reader import CHUNK_BYTES, FLOATS, CheckpointReader, Tensor, Tensors, model_tensors, n_bytes, tower_tensors
 from .formats import check_head, check_shapes, has_raw_head
 
 BASE_MODEL = "BASE_MODEL"  # in commands, where none is known
@@ -255,7 +255,7 @@ def fetch_tower(checkpoint: CheckpointReader, config: Config) -> Vision:
 def fitting_tower(original: CheckpointReader, checkpoint: CheckpointReader) -> Tensors:
     """Describe the tensors of a base model's tower. Raises MTPError if there is none, or the sizes of the models differ."""
     own = _check_sizes(original, checkpoint)
-    tensors = original.tower()
+    tensors = tower_tensors(original)
     if not tensors or not isinstance(own.get("vision_config"), dict):
         raise MTPError(f"{original.name} has no vision encoder: the base model of {checkpoint.name} has.")
     return tensors

@@ -36,10 +36,6 @@ class ResponsesWriter(Writer):
         # Stores the input and the response
         self.keep: Callable[[list[Json], Json], None] = lambda items, response: None
 
-    def _id_of(self, prefix: str) -> str:
-        """The id of a next item."""
-        return f"{prefix}_{self.id.removeprefix(RESPONSE)}{len(self.blocks)}"
-
     def loading(self) -> bytes:
         self.is_queued, response = True, self.message(None, "queued")
         return self._event("created", response=response) + self._event("queued", response=response)
@@ -60,7 +56,7 @@ class ResponsesWriter(Writer):
         if isinstance(piece, Text):
             item = {
                 "type": "message",
-                "id": self._id_of("msg"),
+                "id": _id_of(self, "msg"),
                 "status": "in_progress",
                 "role": "assistant",
                 "content": [],
@@ -69,7 +65,13 @@ class ResponsesWriter(Writer):
             tokens = piece.tokens if self.body.top is not None else []
             fields: Json = {"logprobs": [logprob_of(self.steps[i]) for i in tokens]}
         else:
-            item = {"type": "reasoning", "id": self._id_of("rs"), "status": "in_progress", "summary": [], "content": []}
+            item = {
+                "type": "reasoning",
+                "id": _id_of(self, "rs"),
+                "status": "in_progress",
+                "summary": [],
+                "content": [],
+            }
             part = {"type": "reasoning_text", "text": ""}
             fields = {}
         begun = b""
@@ -86,7 +88,7 @@ class ResponsesWriter(Writer):
         tool, space = self.tools.get(call.name, (Tool(type="function", name=call.name), None))
         is_custom = tool.type == "custom"
         kind, prefix = ("custom_tool_call", "ctc") if is_custom else ("function_call", "fc")
-        item: Json = {"type": kind, "id": self._id_of(prefix), "call_id": new_id("call"), "name": tool.name}
+        item: Json = {"type": kind, "id": _id_of(self, prefix), "call_id": new_id("call"), "name": tool.name}
         item |= {"input" if is_custom else "arguments": "", "status": "in_progress"}
         return item if space is None else {**item, "namespace": space}
 
@@ -180,6 +182,11 @@ class ResponsesWriter(Writer):
         if usage is not None:
             self.keep(self.body._items, response)
         return response
+
+
+def _id_of(writer: ResponsesWriter, prefix: str) -> str:
+    """The id of a next item."""
+    return f"{prefix}_{writer.id.removeprefix(RESPONSE)}{len(writer.blocks)}"
 
 
 class ResponsesBody(Body):

@@ -112,24 +112,9 @@ class Engine:
                 if running or arrived:
                     self.last_active = time.monotonic()
                 else:
-                    self._rest(time.monotonic() - self.last_active)
+                    self.warmed = rest(self.admission, time.monotonic() - self.last_active, self.warmed)
             except Exception as e:
                 self._recover(e)
-
-    def _rest(self, seconds: float) -> None:
-        """Keep the weights of an idle server warm, or free them, as the flags say."""
-        options = self.admission.options
-        admission = self.admission
-        if admission.batch is None:
-            return
-        if options.unload_after is not None and seconds >= 60 * options.unload_after:
-            admission.close()
-            admission.models.reset()
-            admission.account.release()
-            logging.info(f"The model is unloaded after {options.unload_after:g} minutes without a request.")
-        elif seconds < options.keep_warm and time.monotonic() > self.warmed + WARM_EVERY:
-            mx.eval(mx.zeros(1) + 1)
-            self.warmed = time.monotonic()
 
     def _recover(self, error: Exception) -> None:
         """End the running requests after an error. Later requests use a new batch generator."""
@@ -277,6 +262,26 @@ class Engine:
             logging.exception("Generation failed.")
         self.clients.fail((*self.running.values(), *self.waiting), "The server is stopping.")
         self.admission.end()
+
+
+def rest(admission: Admission, seconds: float, warmed: float) -> float:
+    """Keep the weights of a server without a request for so long warm, or free them, as the flags say.
+
+    Return when they were last used.
+    """
+    options = admission.options
+    now = time.monotonic()
+    if admission.batch is None:
+        return warmed
+    if options.unload_after is not None and seconds >= 60 * options.unload_after:
+        admission.close()
+        admission.models.reset()
+        admission.account.release()
+        logging.info(f"The model is unloaded after {options.unload_after:g} minutes without a request.")
+    elif seconds < options.keep_warm and now > warmed + WARM_EVERY:
+        mx.eval(mx.zeros(1) + 1)
+        return now
+    return warmed
 
 
 def _failure(message: str, error: Exception) -> ApiError:
