@@ -42,7 +42,7 @@ class Model(MTPTextModel, stock.Model):
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "rope_theta": 10000.0, "max_position_embeddings": 512,
 }  # fmt: skip
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from ...core.batch.generate_step import mtp_generate_step
 from ...core.caches.prompt_cache import open_prompt_cache
 from ...core.caches.rows import KVOptions, Rows
+from ...core.caches.validation import GROUP_SIZES
 from ...core.layers.attention import FEW, AttentionHeads, group_size
 from ...core.layers.compiled import Compiler
 from ...core.layers.mtp import has_head, run_head
@@ -63,7 +64,7 @@ class SelfTest:
     rolled_back: float = 0.0  # between those after a rollback and of plain decoding
     # Between those of windows, by their tokens, and of plain decoding
     windows: dict[str, float] = field(default_factory=dict)
-    # Of attention alone, by the bits of keys and values, and by the number of queries
+    # Of attention alone, by the bits of keys and values that the model can have, and by the number of queries
     attention: dict[str, dict[str, float]] = field(default_factory=dict)
     # Of the output and the state of a recurrence, and the seconds, by the kernel and the number of tokens
     recurrence: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -226,8 +227,10 @@ def run(model: Any) -> SelfTest:
 
 def _test_kernels(model: Any, result: SelfTest) -> None:
     rows = pass_over(MAX_WINDOW, model.device, 1, None, None).attention_rows
-    for bits in (None, *KV_BITS):
-        differences = partial(kernels.attention_differences, _heads_of(model), dtype_of(model), rows, bits)
+    heads = _heads_of(model)
+    can_quantize = model.family.no_kv_bits is None and heads.size % min(GROUP_SIZES) == 0
+    for bits in (None, *KV_BITS) if can_quantize else (None,):
+        differences = partial(kernels.attention_differences, heads, dtype_of(model), rows, bits)
         name = str(bits or UNQUANTIZED)
         result.attention[name] = differences()
         if result._queries(name) < MAX_WINDOW:  # of which number?
@@ -301,7 +304,7 @@ def _test_head(model: Any, result: SelfTest) -> None:
 
 
 def _head_copies(model: Any) -> int:
-    """How often drafts in one graph copy the head's keys and values, by the peak of memory. The design page says why."""
+    """How often drafts in one graph copy the head's keys and values, by the peak of memory: see docs/develop/passes.md."""
     norm = model.mtp.pre_fc_norm_hidden.weight
     cache = model.head_layer.make_cache()
     token = mx.zeros((1, 1), mx.uint32)
