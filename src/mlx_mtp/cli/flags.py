@@ -18,8 +18,8 @@ _FLAGS: dict[str, tuple[dict[str, Any], str]] = {  # the options of each, and it
     "--mtp": (
         {"nargs": "?", "const": True, "metavar": "HEAD"},
         "Draft with the model's multi-token-prediction head, and download its base model's once if the checkpoint has "
-        "none. HEAD selects another: a folder or Hugging Face repo with only a head (model type qwen3_5_mtp or "
-        "qwen4_exp_mtp). Without this flag, a model drafts if it has its head or the head was downloaded before.",
+        "none. HEAD selects another: a folder or Hugging Face repo with only a head (such as model type qwen3_5_mtp). "
+        "Without this flag, a model drafts if it has its head or the head was downloaded before.",
     ),
     "--no-mtp": (
         {"dest": "mtp", "action": "store_const", "const": False},
