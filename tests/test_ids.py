@@ -1,7 +1,7 @@
 """Token ids from outside: how a prompt may be passed, and that every id is one of the model's."""
 
 import re
-from collections import deque
+from collections import UserString, deque
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +26,7 @@ ARRAYS += [mx.array(IDS, kind) for kind in (mx.uint8, mx.int32, mx.uint32, mx.in
 ENCODED = {"attention_mask": [1, 1, 1]}
 PROMPTS = [IDS, tuple(IDS), range(5, 8), deque(IDS), [np.int32(i) for i in IDS], [IDS], *ARRAYS]
 PROMPTS += [BatchEncoding({"input_ids": ids} | ENCODED) for ids in (IDS, [IDS], np.array([IDS]))]
+PROMPTS.append(BatchEncoding({"input_ids": IDS, "attention_mask": None}))
 PROMPTS.append(BatchEncoding({name: mx.array([x]) for name, x in ({"input_ids": IDS} | ENCODED).items()}))
 
 NOT_IDS = "The prompt must be the token ids of one text, a list or an array of integers, not "
@@ -39,6 +40,7 @@ WRONG = [
         ([[5, 6], [7, 8]], "list of shape [2, 2]"),
         (mx.array([[IDS]]), r"array of shape [1, 1, 3]"), (mx.array(5), "array"), (iter(IDS), "list_iterator"),
     )),
+    (UserString("text"), f"{NOT_IDS}UserString of "),
     (BatchEncoding({"input_ids": [0, *IDS], "attention_mask": [0, 1, 1, 1]}), "must have no padding"),
     *(([5, i, 99], f"The prompt has the token {i}, and the model's are 0 to 31.") for i in (32, -1, 2**31, 2**32 + 5, 2**70)),
 ]  # fmt: skip

@@ -351,6 +351,18 @@ def test_sampler_that_raises_ends_its_own_text(way):
         assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)
 
 
+def test_logits_of_another_shape_end_their_own_text():
+    """Those of a draft come first; the texts beside it are asserted to go on."""
+
+    def process(tokens, logits):
+        return mx.concatenate([logits, logits]) if tokens.size >= len(PROMPT) + 2 else logits
+
+    options = dict(logits_processors=[process], num_draft_tokens=3, max_tokens=12)
+    text = generate("batch of three", PROMPT, model_of("qwen3_5"), fails=ValueError, **options)
+    assert text.finish_reason == "error"
+    assert len(text.tokens) <= 2
+
+
 def test_a_processor_that_fails_for_a_draft_alone_leaves_the_law():
     """Such a position has no draft: a token in its place would be accepted too often."""
     mx.random.seed(0)

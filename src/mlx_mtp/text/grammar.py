@@ -94,9 +94,12 @@ class Grammar:
             self.n_prompt = len(tokens)
         if not self.advance_to(np.array(tokens[self.n_prompt :])):
             return logits
-        words = mx.array(np.frombuffer(self.matcher.compute_bitmask(), np.uint32))
+        words = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)
         self._check()  # the mask of a failed matcher would allow the end of the text
-        bits = (words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
+        if (first := _first_bit(words)) >= logits.shape[-1]:
+            V = logits.shape[-1]
+            raise MTPError(f"The grammar allows only tokens from {first} on here, and the model's are 0 to {V - 1}.")
+        bits = (mx.array(words)[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1  # [V / 32, 32]
         allowed = bits.reshape(-1)[: logits.shape[-1]] == 1  # with end-of-text tokens where the text may end
         # A model's output layer may be larger than its vocabulary.
         allowed = mx.pad(allowed, (0, logits.shape[-1] - allowed.size))
@@ -134,6 +137,13 @@ class Grammar:
     def _check(self) -> None:
         if self.matcher.is_error():
             raise MTPError(f"llguidance aborted: {self.matcher.get_error().splitlines()[0]}")
+
+
+def _first_bit(words: Tokens) -> int:
+    """The index of the first 1 among the bits of words of 32; -1 for none."""
+    i = int(np.argmax(words > 0))
+    word = int(words[i])
+    return 32 * i + (word & -word).bit_length() - 1
 
 
 def n_equal(a: Tokens, b: Tokens) -> int:

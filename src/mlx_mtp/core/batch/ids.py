@@ -24,7 +24,7 @@ def token_ids(prompt: TokenIds, model: nn.Module, name: str = "The prompt") -> l
     given: Any = _ids_of(prompt)
     array = np.asarray(given.tolist() if isinstance(given, mx.array) else given, object)
     ids = array[0] if array.ndim == 2 and len(array) == 1 else array
-    wrong = [x for x in array.flat if not isinstance(x, Integral) or isinstance(x, bool)]
+    wrong = [x for x in array.ravel() if not isinstance(x, Integral) or isinstance(x, bool)]
     if ids.ndim != 1 or wrong or isinstance(given, bytes | bytearray | memoryview):
         kinds = " of ".join(type(x).__name__ for x in (given, *wrong[: min(array.ndim, 1)]))
         shape = f" of shape {list(array.shape)}" if array.ndim > 1 else ""
@@ -47,6 +47,7 @@ def _ids_of(given: Any) -> Any:
     """The token ids of a ``BatchEncoding``; anything else as it is."""
     if not isinstance(given, UserDict) or "input_ids" not in given:
         return given
-    if not all(np.asarray(row).all() for row in given.get("attention_mask", ())):
+    mask = given.get("attention_mask")
+    if mask is not None and not all(np.asarray(row).all() for row in mask):
         raise MTPError("The token ids must have no padding: tokenize without it.")
     return given["input_ids"]
