@@ -236,16 +236,20 @@ ENDS = ("config", "text_config", "generation_config", "tokenizer_config")
 
 
 def test_every_end_of_text_that_a_file_names_ends_a_text(tmp_path):
+    """No id that no token has, such as -1, ends one, nor does it keep a grammar from its end."""
     folder = write(tmp_path / "model", tiny_config("qwen3_5"), parameters(tiny_model("qwen3_5")))
     (folder / "generation_config.json").write_text("{}")
     ends = mlx_mtp.load(str(folder))[1].eos_token_ids  # the tokenizer's own
     for form in ("number", "list"):
         for i, place in enumerate(ENDS):
             named = [20 + i] if form == "number" else [20 + i, 30 + i]
-            name_end(folder, place, named if form == "list" else named[0])
+            name_end(folder, place, [*named, -1] if form == "list" else named[0])
             ends |= {*named}
         for mtp in (True, False):
-            assert mlx_mtp.load(str(folder), mtp=mtp)[1].eos_token_ids == ends
+            tokenizer = mlx_mtp.load(str(folder), mtp=mtp)[1]
+            assert tokenizer.eos_token_ids == ends
+    tokenizer.eos_token_ids |= {-1, 2**40}
+    assert mlx_mtp.make_grammar(tokenizer, regex="a")
     # In a conversion, each program finds them.
     mlx_mtp.convert(str(folder), out := str(tmp_path / "out"))
     assert mlx_lm.load(out)[1].eos_token_ids == mlx_mtp.load(out)[1].eos_token_ids == ends

@@ -99,9 +99,9 @@ def head_names_in(config: Config | None) -> HeadNames:
     return family.names.of_layers(text.get("num_hidden_layers") if isinstance(text, dict) else None)
 
 
-def ends_of_text(folder: Path) -> set[int]:
-    """The ids of the tokens that end a text. Each file of a checkpoint may name other ones, and all of them count."""
-    ends: set[int] = set()
+def ends_of_text(folder: Path, config: Config) -> set[int]:
+    """The ids of the tokens that end a text. A config and each file of a checkpoint may name others, and all of them count."""
+    ends = _named_ends(config)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         with suppress(MTPError, OSError):  # missing or no JSON, which those report that need it
             config = read_json(folder / name)

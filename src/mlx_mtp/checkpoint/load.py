@@ -325,7 +325,8 @@ def find_vision(checkpoint: CheckpointReader, config: Config) -> Vision | None:
 
 def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | None, config: Config) -> TokenizerWrapper:
     try:
-        tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        ends = ends_of_text(checkpoint.path, config)
+        tokenizer = load_tokenizer(checkpoint.path, tokenizer_config, eos_token_ids=sorted(ends) or None)
         if not tokenizer.encode("a", add_special_tokens=False):
             raise MTPError("it encodes no text")
     except Exception as e:  # tokenizers has no more specific exception
@@ -334,7 +335,6 @@ def _load_tokenizer(checkpoint: CheckpointReader, tokenizer_config: Config | Non
         ) from e
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
-    tokenizer.eos_token_ids |= ends_of_text(checkpoint.path)
     return tokenizer
 
 

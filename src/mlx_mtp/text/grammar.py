@@ -305,7 +305,9 @@ def llguidance_tokenizer(tokenizer: TokenizerWrapper) -> Any:
     from llguidance.hf import from_tokenizer
 
     fast = tokenizer._tokenizer
-    found = from_tokenizer(fast, eos_token=sorted(tokenizer.eos_token_ids))
+    last = max(fast.get_vocab().values())
+    ends = sorted(i for i in tokenizer.eos_token_ids if 0 <= i <= last)  # files and flags may name others
+    found = from_tokenizer(fast, eos_token=ends or None)
     return LLTokenizer(TokenizerWrapper(_Vocabulary(fast, found)), eos_token=found.eos_tokens)
 
 

@@ -78,7 +78,7 @@ def batch_generate(
     """
     prompts = each_prompt(prompts)
     n, n_model = len(prompts), n_ids(model)
-    stop_tokens = [[t] for t in tokenizer.eos_token_ids if t < n_model]
+    stop_tokens = [[t] for t in tokenizer.eos_token_ids if 0 <= t < n_model]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
     kwargs |= {"stop_tokens": stop_tokens, "return_prompt_caches": return_prompt_caches}
     with closing(BatchGenerator(model, **kwargs)) as generator:
