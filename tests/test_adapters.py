@@ -298,6 +298,14 @@ def test_models_that_take_no_adapter_of_peft(folder, tmp_path):
     refused(lacks, loaded, folder, adapter_path=query, error=FileNotFoundError)
 
 
+def test_an_expert_that_the_model_does_not_have_is_refused(tmp_path):
+    folder = write_tiny(tmp_path / "model", "qwen3_5_moe")
+    adapter = Adapter(model_of("qwen3_5_moe"))
+    for e in range(E + 1):
+        adapter.put(f"{EXPERTS}.{e}.up_proj", (4, 64), (32, 4))
+    refused("expert 4, and the model's are 0 to 3", loaded, folder, adapter_path=adapter.write(tmp_path / "adapter"))
+
+
 def test_models_of_mlx_lm_take_them_as_well(tmp_path):
     folder, model = write_llama(tmp_path / "model")
     adapter = Adapter(model).add("model.layers.0.self_attn.q_proj").add("model.layers.0.mlp.down_proj")

@@ -257,6 +257,8 @@ def _of_fused_experts(
 
 def _stacked(each: Mapping[int, Update], n_experts: int) -> Update:
     """The updates of single experts as one, with zeros for the others."""
+    if (last := max(each)) >= n_experts:
+        raise MTPError(f"it changes expert {last}, and the model's are 0 to {n_experts - 1}.")
     r = max(update.a.shape[0] for update in each.values())
     first = next(iter(each.values()))
     none = Update(mx.zeros_like(first.a), mx.zeros_like(first.b), 0.0)
