@@ -163,6 +163,8 @@ def rendered_text(page: Page, shot: Shot) -> None:
     ask(page, "How do I read a file?")
     assert page.locator("details").get_attribute("open") is None
     expect(page.locator("summary")).to_have_text("Thoughts")
+    for label in ("model", "drafted", "copied", "forced"):
+        expect(page.locator("#legend")).to_contain_text(label)
     shot("tokens")
     show_as(page, "Text")
     expect(page.locator(".rendered h2")).to_have_text("Two ways to read a file")

@@ -101,6 +101,13 @@ def test_each_token_has_a_source_where_it_is_asked_for(client):
         assert details["accepted_copied_tokens"] == told.count("copies")
 
 
+def test_ids_of_the_page_are_unique_and_scripts_name_no_others():
+    ids = re.findall(r' id="([^"]+)"', (FOLDER / "page.html").read_text())
+    named = {name for path in OWN if path.suffix == ".js" for name in re.findall(r'\$\("([^"]+)"\)', path.read_text())}
+    assert len({*ids}) == len(ids)
+    assert named <= {*ids}
+
+
 def test_the_page_is_told_the_sources_and_others_are_counted_by_name(client, monkeypatch):
     assert client_of(None, "--api-key", "k").get("/page/sources.json").json() == {k: [*v] for k, v in SOURCES.items()}
     for _, color in (*SOURCES.values(), source_of("echo")):

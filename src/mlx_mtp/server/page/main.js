@@ -180,8 +180,8 @@ function showDescription() {
 async function showSources() {
   Object.assign(sources, await listSources().catch((error) => notify(error.message)));
   for (const [name, [label, color]] of Object.entries(sources)) {
-    $("key").append(", ");
-    add($("key"), "span", classOf(name), `${color}: ${label}`);
+    $("legend").append(", ");
+    add($("legend"), "span", classOf(name), `${color}: ${label}`);
   }
 }
 
