@@ -303,7 +303,7 @@ def test_refuses_options_out_of_range(demo):
         ("insert", dict(max_tokens=5), f"max_tokens {EACH} 5."),
         ("insert", dict(samplers=[None]), f"samplers {EACH} 1."),
         ("insert", dict(caches=[quantized, None]), "prompt 0 is quantized to 8 bits in groups of 32: give kv_bits=8"),
-        ("batch_generate", dict(max_tokens=None), f"max_tokens of prompt 0 {POSITIVE} None."),
+        ("batch_generate", dict(max_tokens=0), f"max_tokens of prompt 0 {POSITIVE} 0."),
         ("batch_generate", dict(prompts=[[1], []]), "Prompt 1 is empty."),
         ("batch_generate", dict(max_tokens=[3]), f"max_tokens {EACH} 1."),
         ("batch_generate", dict(num_draft_tokens=9), f"{DRAFTS} 9."),

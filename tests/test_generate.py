@@ -60,6 +60,16 @@ def test_responses_are_mlx_lms(trained, depth, max_tokens):
     assert {(r.from_draft, r.drafted, r.accepted) for r in plain} == {(False, (), ())}
 
 
+@pytest.mark.parametrize(("given", "n"), [({}, 4), ({"max_tokens": 2}, 2)])
+def test_the_limit_is_that_of_the_options_unless_one_is_given(trained, given, n):
+    model, tokenizer = trained
+    prompt = tokenizer.encode(PROMPT)
+    given["options"] = mlx_mtp.TextOptions(4)
+    texts = [[*mlx_mtp.stream_generate(model, tokenizer, prompt, mtp=mtp, **given)] for mtp in (True, False)]
+    texts += mlx_mtp.batch_generate(model, tokenizer, [prompt], return_token_ids=True, **given).token_ids
+    assert [*map(len, texts)] == [n, n, n]
+
+
 @pytest.mark.parametrize("options", [{}, {"mtp": False}])
 def test_prompt_and_text_are_the_decoding_of_all_tokens(trained, options):
     """Also of a text that begins with a space, which mlx-lm drops."""

@@ -22,7 +22,7 @@ from ..core.caches.rows import KVOptions
 from ..core.decoding.counts import DraftCounts, OfSource
 from ..core.decoding.window import Token
 from ..core.distributed import synchronize
-from ..core.drafts.options import TextOptions, asks_for_copies
+from ..core.drafts.options import MAX_TOKENS, TextOptions, asks_for_copies
 from ..core.drafts.sources import source_of
 from ..core.layers.mtp import has_head
 from ..core.sampling.sampler import for_one_text, thread_seed
@@ -74,7 +74,7 @@ def stream_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
     prompt: str | TokenIds,
-    max_tokens: int = 256,
+    max_tokens: int | None = None,
     stream: mx.Stream | mx.ThreadLocalStream = generation_stream,
     *,
     mtp: bool | None = None,
@@ -89,7 +89,8 @@ def stream_generate(
         model (nn.Module): A model of ``mlx_mtp.load``.
         tokenizer (PreTrainedTokenizer): The tokenizer.
         prompt (Union[str, mx.array, List[int]]): The input prompt string or token ids, as for :func:`mtp_generate_step`.
-        max_tokens (int): The maximum number of tokens to generate. Default: ``256``.
+        max_tokens (int, optional): The maximum number of tokens to generate. Default: ``None``, that of ``options``, or
+          ``256``.
         mtp (bool, optional): Draft with the MTP head; ``False`` is plain mlx-lm, unless ``copy_drafts`` is given. Default:
           ``None``, ``True`` if the model has a head.
         options (TextOptions, optional): Options of the text in one object; each may be given as an argument instead, such as
@@ -104,7 +105,9 @@ def stream_generate(
         GenerationResponse: mlx-lm's response, with the drafts made and accepted.
     """
     keywords = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-    options = TextOptions.given(options, keywords).completed_by(TextOptions(max_tokens))
+    if max_tokens is not None:
+        keywords["max_tokens"] = max_tokens
+    options = TextOptions.given(options, keywords).completed_by(TextOptions(MAX_TOKENS))
     mtp = has_head(model) if mtp is None else mtp
     drafts = mtp or asks_for_copies(options.copy_drafts)
     if kwargs.pop("draft_model", None) is not None:

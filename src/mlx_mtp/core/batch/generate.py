@@ -37,7 +37,7 @@ def batch_generate(
     tokenizer: TokenizerWrapper,
     prompts: Iterable[TokenIds] | TokenIds,
     prompt_caches: list[list[Any]] | None = None,
-    max_tokens: int | list[int] = 128,
+    max_tokens: int | list[int] | None = None,
     verbose: bool = False,
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
@@ -59,7 +59,8 @@ def batch_generate(
           of transformers without padding.
         prompt_caches (List[List[Any]], optional): Pre-computed prompt caches for each input prompt, of
           ``mlx_mtp.make_prompt_cache`` or of mlx-lm. As in mlx-lm, they are not updated in place.
-        max_tokens (Union[int, List[int]]): Maximum number of output tokens, of all or of each prompt. Default: ``128``.
+        max_tokens (Union[int, List[int]], optional): Maximum number of output tokens, of all or of each prompt. Default:
+          ``None``, that of ``options``, or ``128``.
         verbose (bool): If ``True``, print timing information. Default: ``False``.
         return_prompt_caches (bool): Return the prompt caches in the response. Default: ``False``.
         return_token_ids (bool): Return the generated token IDs in the response. Default: ``False``.
@@ -77,14 +78,15 @@ def batch_generate(
           is out of range.
     """
     prompts = each_prompt(prompts)
-    n, n_model = len(prompts), n_ids(model)
+    n = len(prompts)
+    n_model = n_ids(model)
     stop_tokens = [[t] for t in tokenizer.eos_token_ids if 0 <= t < n_model]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
     kwargs |= {"stop_tokens": stop_tokens, "return_prompt_caches": return_prompt_caches}
     with closing(BatchGenerator(model, **kwargs)) as generator:
         uids = generator.insert(
             prompts,
-            max_tokens=max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * n,
+            max_tokens=max_tokens if isinstance(max_tokens, Sequence | None) else [max_tokens] * n,
             caches=prompt_caches,
             samplers=samplers,
             logits_processors=_of_each(logits_processors, n),
