@@ -90,7 +90,7 @@ class Fake:
         deltas += [{"content": text[i : i + size]} for i in range(0, len(text), size)]
         choices = [{"delta": d, "sources": [sources[i % 4]], "finish_reason": None} for i, d in enumerate(deltas)]
         choices.append({"delta": {}, "sources": [], "finish_reason": finish})
-        drafts = {"accepted_prediction_tokens": 9, "rejected_prediction_tokens": 1}
+        drafts = {"accepted_drafted_tokens": 4, "drafted_tokens": 5, "accepted_copied_tokens": 0, "copied_tokens": 2}
         cached = {"cached_tokens": 8}
         usage = {"prompt_tokens": 20, "prompt_tokens_details": cached, "completion_tokens_details": drafts}
         self.parts = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
@@ -141,7 +141,7 @@ def answer_of_the_demo(page: Page, shot: Shot) -> None:
     page.click("#show-settings")
     ask(page, BEGINNING)
     figures = page.locator("footer")
-    for words in ("30 tokens", "tokens/s", "acceptance", "drafted", "copied", "prompt"):
+    for words in ("30 tokens", "tokens/s", "drafted", "drafts)", "copied", "prompt"):
         expect(figures).to_contain_text(words)
     for source in ("model", "green", "yellow"):
         expect(page.locator(f".answer .text .{source}").first).to_be_visible()
@@ -165,6 +165,8 @@ def rendered_text(page: Page, shot: Shot) -> None:
     expect(page.locator("summary")).to_have_text("Thoughts")
     for label in ("model", "drafted", "copied", "forced"):
         expect(page.locator("#legend")).to_contain_text(label)
+    for figure in ("(4 of 5 drafts)", "(0 of 2 drafts)"):
+        expect(page.locator("footer")).to_contain_text(figure)
     shot("tokens")
     show_as(page, "Text")
     expect(page.locator(".rendered h2")).to_have_text("Two ways to read a file")

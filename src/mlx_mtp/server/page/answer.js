@@ -6,8 +6,9 @@ export const sources = {};
 const wordOf = (source) => sources[source]?.[0].split(" ")[0] ?? source;
 export const classOf = (source) => (source === "model" ? source : `source ${sources[source]?.[1] ?? "cyan"}`);
 
-// The sources that an answer has tokens of.
-export const sourcesOf = (counts) => Object.keys({ model: 0, ...sources, ...counts }).filter((source) => counts[source]);
+// The sources that an answer has tokens of, or drafts.
+export const sourcesOf = ({ counts, usage }) =>
+  Object.keys({ model: 0, ...sources, ...counts }).filter((source) => counts[source] || draftsOf(usage, source)[1]);
 
 // The pieces of its text and of its thoughts are [source, text].
 export function newAnswer(model) {
@@ -16,7 +17,7 @@ export function newAnswer(model) {
     counts: {},  // tokens by source
     nLast: 0,  // tokens of the last request; an answer that was continued has several
     seconds: 0, nTimed: 0,  // without the first event of each request: it took the prompt's time
-    usage: { prompt: 0, cached: 0, accepted: 0, rejected: 0 },
+    usage: { prompt: 0, cached: 0, drafts: {} },  // drafts by source: [accepted ones, all]
   };
 }
 
@@ -54,22 +55,28 @@ function addPiece(pieces, source, text) {
   else pieces.push([source, text]);
 }
 
-function takeUsage(usage, { prompt_tokens: prompt, prompt_tokens_details: read, completion_tokens_details: drafts }) {
+function takeUsage(usage, { prompt_tokens: prompt, prompt_tokens_details: read, completion_tokens_details: details = {} }) {
   Object.assign(usage, { prompt, cached: read?.cached_tokens ?? 0 });
-  usage.accepted += drafts?.accepted_prediction_tokens ?? 0;
-  usage.rejected += drafts?.rejected_prediction_tokens ?? 0;
+  for (const source of Object.keys(sources)) {
+    const name = `${wordOf(source)}_tokens`, [accepted, all] = draftsOf(usage, source);
+    usage.drafts = { ...usage.drafts, [source]: [accepted + (details[`accepted_${name}`] ?? 0), all + (details[name] ?? 0)] };
+  }
 }
+
+// A chat that was stored by an earlier version has no drafts by source.
+const draftsOf = (usage, source) => usage.drafts?.[source] ?? [0, 0];
 
 // The figures of an answer in words.
 export function figuresOf(answer) {
   const { counts, usage, seconds, nTimed } = answer;
-  const n = countOf(answer), drafted = usage.accepted + usage.rejected;
+  const n = countOf(answer);
   const figures = [`${n} tokens`];
   if (nTimed > 0 && seconds > 0) figures.push(`${(nTimed / seconds).toFixed(1)} tokens/s`);
-  if (drafted) figures.push(`acceptance ${percent(usage.accepted, drafted)} of ${drafted} drafts`);
-  if (n) {
-    figures.push(sourcesOf(counts).map((source) => `${wordOf(source)} ${percent(counts[source], n)}`).join(", "));
-  }
+  const shares = sourcesOf(answer).map((source) => {
+    const [accepted, all] = draftsOf(usage, source), share = `${wordOf(source)} ${percent(counts[source] ?? 0, n)}`;
+    return all ? `${share} (${accepted} of ${all} drafts)` : share;
+  });
+  if (n) figures.push(shares.join(", "));
   if (usage.prompt) figures.push(`prompt ${usage.prompt} tokens (${usage.cached} cached)`);
   return figures.join(" · ");
 }

@@ -52,7 +52,7 @@ export class TurnView {
     this.showReading(answer);
     this.error.textContent = answer.error ?? answer.notice ?? "";
     this.figures.textContent = answer.text.length || answer.thoughts.length ? figuresOf(answer) : "";
-    this.showShares(answer.counts);
+    this.showShares(answer);
     this.buttons.replaceChildren();
     if (!this.isRunning) this.showButtons(answer);
     this.pause = Math.max(50, 5 * (performance.now() - begun));
@@ -74,9 +74,9 @@ export class TurnView {
     else this.reading.textContent = "Processing the prompt …";
   }
 
-  showShares(counts) {
+  showShares(answer) {
     this.shares.replaceChildren();
-    for (const source of sourcesOf(counts)) add(this.shares, "span", classOf(source)).style.flexGrow = counts[source];
+    for (const source of sourcesOf(answer)) add(this.shares, "span", classOf(source)).style.flexGrow = answer.counts[source] ?? 0;
   }
 
   showButtons(answer) {
