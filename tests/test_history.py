@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import pythonic
 
+from mlx_mtp.images.prompt import MARK
 from mlx_mtp.server.api.common import REFUSED
 from mlx_mtp.server.api.history import THINK
 from mlx_mtp.server.app import APIS as BODIES
@@ -414,6 +415,7 @@ FILE = {"type": "input_file", "file_id": "1", "filename": "a.pdf"}
 PDF = {"type": "document", "title": "a", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
 URL = {"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}
 VIDEO = {"type": "video_url", "video_url": {"url": "a.mp4"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 NO_TEXT = [*((CHAT, part) for part in (AUDIO, URL, VIDEO)), (RESPONSES, FILE), (MESSAGES, PDF)]
 
 
@@ -428,6 +430,37 @@ def test_a_part_without_text_is_refused_in_the_question_only(prompts, path, part
         assert (e.value.status, e.value.param) == (400, field)
         answered = [*history, {"role": "assistant", "content": "No."}, user("Then?")]
         assert turn(mark) in prompts.text(path, **{field: answered})
+
+
+LONG = "x" * 200 + "END"  # as encoded data
+YAML = "data:\n  key: END"
+REFUSAL = [{"role": "assistant", "content": content, "refusal": "END"} for content in (None, "", [], "No.")]
+TEXTS_OF = [  # items whose text ends in END
+    *((CHAT, item) for item in REFUSAL),
+    (RESPONSES, {"type": "image_generation_call", "action": "generate", "revised_prompt": "END", "result": "AAAA"}),
+    (RESPONSES, {"type": "computer_call", "action": {"type": "wait"}, "actions": [{"type": "type", "text": "END"}]}),
+    *((MESSAGES, user([{"type": "search_result", "content": [{"type": "text", "text": text}]}])) for text in (LONG, YAML)),
+    *((MESSAGES, user([{"type": "document", "source": {"type": "text", "data": text}}])) for text in (LONG, YAML)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "item"), TEXTS_OF, ids=str)
+def test_a_text_is_kept_beside_others_and_whatever_it_looks_like(prompts, path, item):
+    assert "END" in prompts.text(path, **body_with(path, [user("q"), item, user("r")]))
+
+
+def test_a_document_may_have_images():
+    parts = [{"type": "text", "text": "one"}, IMAGE, {"type": "text", "text": "two"}]
+    document = {"type": "document", "title": "T", "source": {"type": "content", "content": parts}}
+    called = [user("q"), {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [document]}
+    for history in ([user([document])], [*called, user([result])]):
+        request = read(MESSAGES, messages=history)
+        assert request.messages[-1]["content"] == f"T\none\n{MARK}\ntwo"
+        assert request.askers == [request.messages[-1]["role"]]
+    parts[1] = {"type": "image", "source": {"type": "url", "url": "https://a.b/c.png"}}
+    with pytest.raises(ApiError, match=r"^messages\[0\]\.content\[0\]\.source\.content\[1\]: the image is not"):
+        read(MESSAGES, messages=[user([document])])
 
 
 @pytest.mark.parametrize(("path", "part"), NO_TEXT)
@@ -450,13 +483,12 @@ def test_tools_are_refused_where_the_model_writes_calls_as_others_do(prompts, mo
 
 
 def test_images_of_the_history_do_not_end_a_chat_with_a_model_that_takes_none(prompts, caplog):
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    seen = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [image]}]}
+    seen = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [IMAGE]}]}
     history = [user("q"), {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]
     assert responses("[image left out]") in prompts.text(MESSAGES, messages=[*history, seen])
     assert "takes no images" in caplog.text
     with pytest.raises(ApiError, match="takes no images"):
-        prompts.text(MESSAGES, messages=[*history, seen, {"role": "user", "content": [image]}])
+        prompts.text(MESSAGES, messages=[*history, seen, {"role": "user", "content": [IMAGE]}])
 
 
 @pytest.mark.parametrize("item", [

@@ -61,7 +61,7 @@ OF_APIS = re.compile(
     "text|image|screenshot|file|document|audio|video|result|output|reference|refusal|call|use|thinking|function|namespace|custom|"
     "web_search|mcp|browser_state|shell|apply_patch|computer|code_interpreter|tool_search"
 )
-ENCODED = re.compile(r"data:.*|[\w+/=-]{200,}", re.ASCII | re.DOTALL)
+ENCODED = re.compile(r"data:\S*|[\w+/=-]{200,}", re.ASCII)
 Parts = list[tuple[str, Any]]  # parts of a content, each after its place in the body
 
 
@@ -100,7 +100,7 @@ class History:
                         self._add_item(part, place)
                 else:
                     self._say(role, [*parts])
-            for name in ("refusal", "audio") if content is None else ():
+            for name in ("refusal", "audio"):
                 if item.get(name):
                     self._say(role, [(where, {**item, "type": name})])
             for call in filter(None, [item.get("function_call"), *(item.get("tool_calls") or [])]):
@@ -183,8 +183,8 @@ class History:
         arguments = next((item[x] for x in ARGUMENTS if item.get(x) is not None), None)
         if kind == "custom_tool_call":
             arguments = {"input": str(arguments or "")}
-        elif arguments is None:
-            arguments = {x: item[x] for x in FIELDS if item.get(x)}
+        elif more := {x: item[x] for x in FIELDS if item.get(x)}:
+            arguments = arguments_of(arguments) | more
         result = text_in([item.get(x) for x in ("output", "outputs", "results", "error")])
         result = result or LEFT_OUT * bool(item.get("result"))  # of an image that was generated
         if not isinstance(name, str):
@@ -230,6 +230,8 @@ class History:
                 else:
                     message.setdefault("errors", []).append(_unsupported(form, where, url))
                     texts.append(LEFT_OUT)
+            elif inner := _parts_within(part, where):
+                texts.append(self._text_of(message, inner, "\n"))
             elif message["role"] == "tool" and not _is_part(part):
                 texts.append(json.dumps(part, ensure_ascii=False))
                 between = between or "\n"
@@ -260,6 +262,17 @@ def parts_of(content: Any, where: str) -> Parts:
     if isinstance(content, list):
         return [(f"{where}[{i}]", part) for i, part in enumerate(content)]
     return [] if content is None else [(where, content)]
+
+
+def _parts_within(part: Any, where: str) -> Parts:
+    """The parts of a document that is texts and images, after its title; none of another part."""
+    source = part.get("source") if isinstance(part, dict) and part.get("type") == "document" else None
+    kind = str(source.get("type")) if isinstance(source, dict) else ""
+    name = {"text": "data", "content": "content"}.get(kind)
+    if source is None or name is None:
+        return []
+    heads = [x for x in (part.get("title"), part.get("context")) if isinstance(x, str) and x]
+    return [(where, x) for x in heads] + parts_of(source.get(name), f"{where}.source.{name}")
 
 
 def _is_part(value: Any) -> bool:
@@ -304,13 +317,9 @@ def error_at(where: str, message: str) -> ApiError:
 
 def _text_of_unknown(part: Json) -> str:
     kind = str(part.get("type"))
-    source = part.get("source")
     if kind in CHANGES:
         return f"{CHANGES[kind]}:\n{text_in(part)}"
-    if not NO_TEXT.search(kind):
-        return text_in(part)
-    is_text = kind == "document" and isinstance(source, dict) and source.get("type") in ("text", "content")
-    return text_in([part.get("title"), part.get("context"), source]) if is_text else ""
+    return "" if NO_TEXT.search(kind) else text_in(part)
 
 
 def text_in(value: Any) -> str:
@@ -318,6 +327,8 @@ def text_in(value: Any) -> str:
     if isinstance(value, str):
         return value if value.strip() and not ENCODED.fullmatch(value) else ""
     if isinstance(value, dict):
+        if value.get("type") in TEXTS and isinstance(value.get("text"), str):
+            return str(value["text"])
         facts = {name: f"{name}: {json.dumps(x)}" for name in FACTS if isinstance(x := value.get(name), int)}
         value = [x for name, x in (value | facts).items() if not HIDDEN.fullmatch(name)]
     return "\n".join(filter(None, map(text_in, value))) if isinstance(value, list) else ""
