@@ -486,6 +486,8 @@ def test_a_system_message_may_be_for_one_turn():
     (change("addition", "other"), r"^messages\[1\].content\[0\]: the request defines no tool 'other'"),
     (change("addition", {"type": "bash_20250124", "name": "bash"}), r"content\[0\]: bash_20250124 is not supported"),
     (change("addition", {"name": 5}), r"content\[0\].tool.definition.name: Input should be a valid string"),
+    *(({"type": kind, "tool": {"type": "mcp_tool_reference", "name": "read"}}, "mcp_tool_reference is not supported")
+      for kind in ("tool_addition", "tool_removal")),
     ({"type": "tool_removal"}, r"content\[0\].tool: Input should be a valid dictionary"),
 ], ids=str)  # fmt: skip
 def test_a_tool_that_cannot_be_added_is_refused(block, message):
@@ -682,6 +684,7 @@ def test_no_kind_of_item_ends_a_session(prompts, path):
         assert is_seen or kind in (*REASONING, *MEANINGLESS) or not any(is_text for _, is_text in words(item)), item
     assert kinds - said <= {*SILENT, *REASONING}  # the template drops the thoughts of earlier turns
     assert len(kinds) >= {CHAT: 6, RESPONSES: 28, MESSAGES: 20}[path]
-    # Without them the conversation is not whole; a tool is one that nothing defines, or whose calls are of another type.
-    unread = {MESSAGES: {"tool_addition", "compaction"}, RESPONSES: {*REFUSED}}.get(path, set())
+    # Without them the conversation is not whole; a tool is one that nothing defines,
+    # one of a vendor's server, or one whose calls are of another type.
+    unread = {MESSAGES: {"tool_addition", "tool_removal", "compaction"}, RESPONSES: {*REFUSED}}.get(path, set())
     assert refused <= {(kind, 400, APIS[path].NEEDED) for kind in unread}

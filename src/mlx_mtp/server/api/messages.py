@@ -21,6 +21,7 @@ ERRORS = {**common.ERRORS, 413: "request_too_large", 503: "overloaded_error"}
 ROLES = ("user", "assistant", *SYSTEM)
 # With these, the clients' runners of tools send the whole conversation again.
 NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": []}
+OF_MCP = ("mcp_tool_reference", "mcp_toolset_reference")
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -112,6 +113,7 @@ class MessagesWriter(Writer):
 class Change(Part):
     """The tool of a block that adds or removes one, by its name or its definition."""
 
+    type: str | None = None
     name: str | None = None
     definition: Tool | None = None
 
@@ -167,6 +169,8 @@ class MessagesBody(Body):
         for where, block in history.changes:
             change = common.validated(Change.model_validate, block.get("tool"), f"{where}.tool")
             added = change.definition or known.get(change.name)
+            if change.type in OF_MCP:  # whose names are others than those of the request's tools
+                raise error_at(where, f"{where}: {change.type} is not supported: let the client call the tools.")
             if block["type"] == "tool_removal":
                 offered.pop(change.name, None)
             elif added is None:
