@@ -7,7 +7,8 @@ import pytest
 
 from mlx_mtp.server.api import stored
 from mlx_mtp.server.api.stored import StoredResponses
-from mlx_mtp.server.request import ApiError
+from mlx_mtp.server.request import ApiError, Delta
+from mlx_mtp.text.tool_calls import Text
 from tests.support.prompts import STRICT
 from tests.support.requests import RESPONSES, client_of, tools_of
 from tests.support.scripted_server import said
@@ -132,13 +133,36 @@ def test_a_server_without_memory_says_so():
     assert (memory.stored, memory.nbytes) == ({}, 0)
 
 
+def test_an_answer_whose_client_has_gone_is_not_stored():
+    async def stop(request):
+        yield Delta([Text("a")], 1, request.args.chat_template_kwargs.get("reason"))
+
+    client = client_of(stop)
+    for reason, status in ((None, 404), ("stop", 200)):
+        body = {"input": "a", "chat_template_kwargs": {"reason": reason}}
+        assert client.get(f"{RESPONSES}/{client.post(RESPONSES, json=body).json()['id']}").status_code == status
+
+
 # Room
+
+
+@pytest.mark.parametrize("fields", [{"previous_response_id": "resp_2"}, {"input": [{"id": "in_1"}, {"id": "out_1"}]}])
+def test_recalled_items_are_bounded_like_a_body(monkeypatch, fields):
+    memory = StoredResponses(1 << 20)
+    for id, previous in (("resp_1", None), ("resp_2", "resp_1")):
+        memory.keep("k", *turn(id, previous, text="x" * 1000))
+    memory.recall("k", fields)
+    monkeypatch.setattr(stored, "MAX_RECALLED", 1000)
+    with pytest.raises(ApiError, match="larger than 1000 bytes: begin a new conversation") as e:
+        memory.recall("k", fields)
+    assert e.value.status == 413
 
 
 def turn(id: str, previous: str | None = None, text: str = "") -> tuple[list, dict]:
     """The items of an input, and a response."""
-    output = [{"type": "message", "id": f"out_{id}"}]
-    return [{"role": "user", "content": text, "id": f"in_{id}"}], {
+    name = id.removeprefix(stored.RESPONSE)
+    output = [{"type": "message", "id": f"out_{name}"}]
+    return [{"role": "user", "content": text, "id": f"in_{name}"}], {
         "id": id,
         "previous_response_id": previous,
         "output": output,

@@ -179,7 +179,7 @@ class ResponsesWriter(Writer):
             "usage": counts,
             "metadata": body.metadata or {},
         }
-        if usage is not None:
+        if usage is not None and self.finish_reason is not None:  # not one whose client has gone
             self.keep(self.body._items, response)
         return response
 

@@ -1,5 +1,7 @@
 """The memory of the Responses API: responses that later requests refer to, whole or by an item, within a limit of bytes."""
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from threading import Lock
 from typing import Any
 
@@ -9,6 +11,7 @@ from ...text.schema import Json
 from ..request import ApiError
 
 MAX_RESPONSES = 10_000
+MAX_RECALLED = 64 << 20  # bytes of the items that a request refers to, as of a body
 RESPONSE = "resp_"  # the prefix of a response's id
 HEX = 32  # the digits behind it, which the ids of its items have as well
 Key = tuple[str, str]  # an id, after the API key of the request
@@ -50,13 +53,14 @@ class StoredResponses:
 
     def before(self, owner: str, id: str | None) -> list[Json]:
         """The items of a conversation up to a response, with its output."""
-        items = list[Json]()
+        return _bounded(self._backwards(owner, id))[::-1]
+
+    def _backwards(self, owner: str, id: str | None) -> Iterator[Json]:
         names = {"param": "previous_response_id", "code": "previous_response_not_found"}
         while id is not None:
             own, response = map(from_json, self.get((owner, id), "Previous response", **names))
-            items = [*own, *response["output"], *items]
+            yield from reversed([*own, *response["output"]])
             id = response["previous_response_id"]
-        return items
 
     def list_items(self, key: Key, order: str) -> Json:
         """All items that a response was made of, as one page of a list."""
@@ -66,13 +70,11 @@ class StoredResponses:
         ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]}
         return {"object": "list", "data": items, "has_more": False, **ends}
 
-    def item(self, owner: str, id: str) -> Json:
+    def item(self, owner: str, id: str, read: Callable[[bytes], Any]) -> Json:
         """An item of a response or of its input."""
         key = owner, RESPONSE + id.partition("_")[2][:HEX]
         own, response = self.get(key) if key in self.stored else (b"[]", b'{"output": []}')
-        found = [x for x in from_json(response)["output"] if x["id"] == id] or [
-            x for x in from_json(own) if x["id"] == id
-        ]
+        found = [x for x in read(response)["output"] if x["id"] == id] or [x for x in read(own) if x["id"] == id]
         if not found:
             message = f"Item with id '{id[:100]}' not found. Items are not persisted when `store` is set to false."
             raise ApiError(404, message, param="input")
@@ -84,8 +86,23 @@ class StoredResponses:
         given = body.get("input")
         recalled: Json = {"earlier": self.before(owner, previous) if isinstance(previous, str) else []}
         if isinstance(given, list):
-            recalled["input"] = [self.item(owner, item["id"]) if _is_reference(item) else item for item in given]
+            read = cache(from_json)  # each response once, of whose items many may be named
+            found = iter(_bounded(self.item(owner, item["id"], read) for item in given if _is_reference(item)))
+            recalled["input"] = [next(found) if _is_reference(item) else item for item in given]
         return body | recalled | ({} if self.max_bytes else {"store": False})
+
+
+def _bounded(items: Iterable[Json]) -> list[Json]:
+    """Items that are together no larger than a body may be."""
+    found = list[Json]()
+    n_bytes = 0
+    for item in items:
+        n_bytes += len(to_json(item))
+        if n_bytes > MAX_RECALLED:
+            message = f"The stored items that the request refers to are larger than {MAX_RECALLED} bytes"
+            raise ApiError(413, f"{message}: begin a new conversation.")
+        found.append(item)
+    return found
 
 
 def _is_reference(item: Any) -> bool:
