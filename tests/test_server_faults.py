@@ -555,3 +555,4 @@ def test_origins_of_pages(origins, origin, is_allowed):
         assert preflight.headers["access-control-allow-origin"] in (origin, "*")
         assert preflight.headers["access-control-allow-private-network"] == "true"
         assert answer.headers["access-control-allow-origin"] in (origin, "*")
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, request-id, retry-after"

@@ -83,6 +83,7 @@ PAGE_HEADERS = {
 # The host of a request: an address in brackets, or a name, and the port
 HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^][\s:/?#@\\]+))(?::[0-9]{0,5})?")
 OPEN = "/", "/health", "/page/sources.json"  # paths that need no API key
+IDS = "x-request-id", "request-id"  # the headers with a request's id, OpenAI's and Anthropic's
 LOCAL_PAGES = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 APIS: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
@@ -348,7 +349,7 @@ def counting(app: ASGIApp, frontend: Frontend) -> ASGIApp:
             if message["type"] == "http.response.start":
                 status = str(message["status"])
                 frontend.metrics["requests"].labels(message["status"]).inc()
-                MutableHeaders(scope=message).update({"x-request-id": id, "request-id": id})  # OpenAI's, Anthropic's
+                MutableHeaders(scope=message).update(dict.fromkeys(IDS, id))
                 if scope["path"] == "/" or scope["path"].startswith("/page/"):
                     MutableHeaders(scope=message).update(PAGE_HEADERS)
             with suppress(OSError):  # a client that has gone, which ``watched`` is told; any other error is one of ours
@@ -387,7 +388,15 @@ class Browsers(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] | None):
         pages = LOCAL_PAGES if origins is None else None
-        super().__init__(app, origins or (), ("*",), ("*",), allow_origin_regex=pages, allow_private_network=True)
+        super().__init__(
+            app,
+            allow_origins=origins or (),
+            allow_methods=("*",),
+            allow_headers=("*",),
+            allow_origin_regex=pages,
+            allow_private_network=True,
+            expose_headers=(*IDS, "retry-after"),
+        )
         self.names = {name.lower() for name in ("localhost", gethostname(), *names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
