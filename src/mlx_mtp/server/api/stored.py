@@ -26,12 +26,16 @@ class StoredResponses:
         self.stored: dict[Key, tuple[bytes, bytes]] = {}
 
     def keep(self, owner: str, items: list[Json], response: Json) -> None:
-        """Store a response and the items of its input, in the form in which OpenAI lists them."""
+        """Store a response that there is room for, and the items of its input in the form in which OpenAI lists them."""
         id = response["id"]
         listed = [_listed(item, f"msg_{id.removeprefix(RESPONSE)}i{i}") for i, item in enumerate(items)]
+        content = to_json(listed), to_json(response)
+        n_bytes = sum(map(len, content))
+        if n_bytes > self.max_bytes:
+            return
         with self.lock:
-            content = self.stored[owner, id] = to_json(listed), to_json(response)
-            self.nbytes += sum(map(len, content))
+            self.stored[owner, id] = content
+            self.nbytes += n_bytes
             while self.nbytes > self.max_bytes or len(self.stored) > MAX_RESPONSES:
                 self._drop(next(iter(self.stored)))
 
