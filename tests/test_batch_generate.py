@@ -340,6 +340,15 @@ def test_a_keyword_replaces_the_option_of_its_name():
         assert [len(text.last.counts.drafted) for text in texts.values()] == [1, 1, 2]
 
 
+def test_stops_that_are_given_replace_the_ends_of_text(trained):
+    model, tokenizer = trained
+    (want,) = batch_generate(model, tokenizer, [[1, 2]], max_tokens=6, return_token_ids=True).token_ids
+    stop = [want[3:4]]
+    for given in ({"stop_tokens": stop}, {"options": TextOptions(6, stop_sequences=StopSequences(stop))}):
+        batch = batch_generate(model, tokenizer, [[1, 2]], max_tokens=6, return_token_ids=True, **given)
+        assert batch.token_ids == [want[: want.index(want[3])]]
+
+
 CACHES = [(0, True), (2, False), ("auto", True), *[(0, False), (2, True), ("auto", False)] * LONG]
 
 

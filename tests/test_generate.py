@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import save_prompt_cache
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer, TokenizerWrapper
 from PIL import Image
@@ -144,6 +145,7 @@ def test_refuses_arguments_that_do_not_go_together(trained):
         ({"mtp": False, "draft_model": trained[0]}, "requires mlx_lm.stream_generate"),
         ({"mtp": False, "draft_p_min": 0.5}, "requires mtp=True"),
         ({"max_tokens": 0}, "non-zero"),
+        ({"stop_sequences": StopSequences()}, "stop_sequences require BatchGenerator or mtp_generate_step"),
     ):
         with pytest.raises(ValueError, match=message):
             next(mlx_mtp.stream_generate(*trained, PROMPT, **options))

@@ -116,6 +116,10 @@ def stream_generate(
         raise MTPError("draft_p_min requires mtp=True.")
     if not drafts and prompt_store is not None:
         raise MTPError("prompt_store requires mtp=True or copy_drafts.")
+    if options.stop_sequences is not None:
+        raise MTPError(
+            "stop_sequences require BatchGenerator or mtp_generate_step: texts end here as the tokenizer says."
+        )
     if options.max_tokens == 0:
         raise MTPError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     if not isinstance(tokenizer, TokenizerWrapper):

@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..decoding.counts import DraftCounts
+from ..drafts.options import TextOptions
 from ..models.mixin import n_ids
 from .generator import BatchGenerator, Response
 from .ids import TokenIds, each_prompt
@@ -68,7 +69,8 @@ def batch_generate(
         samplers (List[Sampler], optional): A sampler for each prompt. Default: ``None``, ``sampler`` for all.
         logits_processors (List, optional): Logits processors for all prompts, or a list of them for each. Objects with state
           must not be shared. Default: ``None``.
-        kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler`` and ``num_draft_tokens``.
+        kwargs: The remaining options get passed to :obj:`BatchGenerator`, such as ``sampler`` and ``num_draft_tokens``. Stop
+          tokens or sequences among them replace the tokenizer's ends of text.
 
     Returns:
         BatchResponse: mlx-lm's response, with the drafts made and accepted for each prompt.
@@ -80,10 +82,11 @@ def batch_generate(
     prompts = each_prompt(prompts)
     n = len(prompts)
     n_model = n_ids(model)
-    stop_tokens = [[t] for t in tokenizer.eos_token_ids if 0 <= t < n_model]
     kwargs = {"max_token_gap": math.inf, "min_decode_share": 0.0, **kwargs}  # no client waits for single tokens
-    kwargs |= {"stop_tokens": stop_tokens, "return_prompt_caches": return_prompt_caches}
-    with closing(BatchGenerator(model, **kwargs)) as generator:
+    options = kwargs.get("options") or TextOptions()
+    if kwargs.get("stop_sequences", options.stop_sequences) is None:
+        kwargs.setdefault("stop_tokens", [[t] for t in tokenizer.eos_token_ids if 0 <= t < n_model])
+    with closing(BatchGenerator(model, return_prompt_caches=return_prompt_caches, **kwargs)) as generator:
         uids = generator.insert(
             prompts,
             max_tokens=max_tokens if isinstance(max_tokens, Sequence | None) else [max_tokens] * n,
