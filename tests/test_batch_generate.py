@@ -272,8 +272,8 @@ COPIES = "copy_drafts must be auto, off or from 1 to 16, not"
 POSITIVE = "must be an integer of 1 or more, not"
 LIMIT, EACH = f"max_tokens of prompt 1 {POSITIVE}", "must have an entry for each prompt: 2, not"
 OUT_OF_RANGE = [
-    *(("num_draft_tokens", n, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, 2.5, "3", "off")),
-    *(("copy_drafts", n, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4", "on")),
+    *(("num_draft_tokens", n, f"{DRAFTS} {n}.") for n in (-1, 9, 99, 2.0, 2.5, "3", "off", True)),
+    *(("copy_drafts", n, f"{COPIES} {n}.") for n in (-1, 0, 17, 4.0, "4", "on", True)),
 ]
 
 

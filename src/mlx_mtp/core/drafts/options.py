@@ -99,7 +99,7 @@ class TextOptions:
 
 
 def _is_number(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and low <= value <= high
+    return type(value) is int and low <= value <= high  # not bool
 
 
 def asks_for_copies(copy_drafts: CopyDrafts | None) -> bool:
