@@ -289,7 +289,7 @@ def test_refuses_options_out_of_range(demo):
         *((use, {name: value}, message) for use in ("alone", "batch") for name, value, message in OUT_OF_RANGE),
         ("alone", dict(prompt=[]), "must be provided"),
         ("alone", dict(draft_p_min=1.1), "draft_p_min must be a probability"),
-        ("alone", dict(prefill_step_size=0), "prefill_step_size must be 1 or more, not 0"),
+        *(("alone", dict(prefill_step_size=n), f"prefill_step_size {POSITIVE} {n}.") for n in (0, 16.0)),
         *(("batch", {name: n}, f"{name} {POSITIVE} {n}.") for name in numbers for n in (0, -1, 2.5, None)),
         *((use, dict(max_kv_size=64), "max_kv_size is not supported: the caches of") for use in ("alone", "batch")),
         ("batch", dict(num_draft_tokens=Depth(3)), DRAFTS),  # of one sequence

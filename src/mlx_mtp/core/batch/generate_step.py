@@ -24,7 +24,7 @@ from ..drafts.options import TextOptions
 from ..layers.mtp import has_head
 from ..models.mixin import check_model
 from ..pacing.depth import Depth
-from .ids import TokenIds, token_ids
+from .ids import TokenIds, check_count, token_ids
 from .scheduler import PrefillBudget, Scheduler
 
 
@@ -87,8 +87,7 @@ def mtp_generate_step(
     options = TextOptions.given(options, keywords)
     mtp_model = check_model(model, options)
     ids = token_ids(prompt, model)
-    if prefill_step_size < 1:
-        raise MTPError(f"prefill_step_size must be 1 or more, not {prefill_step_size}.")
+    prefill_step_size = check_count("prefill_step_size", prefill_step_size)
     if max_kv_size is not None:
         raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
     if input_embeddings is not None:

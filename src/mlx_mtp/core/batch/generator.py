@@ -29,7 +29,7 @@ from ..drafts.options import TextOptions
 from ..layers.mtp import has_head
 from ..models.mixin import check_model
 from . import MAX_TOKEN_GAP, MIN_DECODE_SHARE
-from .ids import TokenIds, each_prompt, token_ids
+from .ids import TokenIds, check_count, each_prompt, token_ids
 from .scheduler import PrefillBudget, PromptResponse, Scheduler
 
 __all__ = ["BatchGenerator", "PromptResponse", "Response"]
@@ -330,13 +330,6 @@ def _set_wired_limit(limit: int | None, stream: mx.Stream | mx.ThreadLocalStream
 
 
 # The arguments of prompts
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return the value, or raise an MTPError if it is not an integer of 1 or more."""
-    if not isinstance(value, Integral) or value < 1:
-        raise MTPError(f"{name} must be an integer of 1 or more, not {value}.")
-    return int(value)
 
 
 def entries_of(lists: Mapping[str, Any], n: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The token ids that callers pass."""
+"""The token ids and the numbers that callers pass."""
 
 from collections import UserDict
 from collections.abc import Sequence
@@ -35,6 +35,13 @@ def token_ids(prompt: TokenIds, model: nn.Module, name: str = "The prompt") -> l
         )
     check_ids(ids, n_ids(model), name)
     return [int(i) for i in ids]
+
+
+def check_count(name: str, value: Any) -> int:
+    """Return the value, or raise an MTPError if it is not an integer of 1 or more."""
+    if not isinstance(value, Integral) or value < 1:
+        raise MTPError(f"{name} must be an integer of 1 or more, not {value}.")
+    return int(value)
 
 
 def each_prompt(prompts: Any) -> list[Any]:
