@@ -139,20 +139,32 @@ def stream_generate(
                 kwargs["images"] = image_prompt.spans(n_tokens(kwargs.get("prompt_cache") or []))
             else:
                 kwargs["prompt_cache"] = image_prompt.cache(model, kwargs.get("prompt_cache"))
-    if drafts:
-        options = options if mtp else replace(options, num_draft_tokens=0)
-        steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
-        if prompt_store is not None:
-            steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
-        yield from _stream_mtp(model, tokenizer, ids, stream, steps, options, **kwargs)
+    if not drafts:
+        yield from _stream_plain(model, tokenizer, ids, stream, options, **kwargs)
         return
+    options = options if mtp else replace(options, num_draft_tokens=0)
+    steps: Callable[..., Generator[Token, None, None]] = mtp_generate_step
+    if prompt_store is not None:
+        steps = partial(stored_steps, prompt_store, tokenizer, image_prompt)
+    yield from _stream_mtp(model, tokenizer, ids, stream, steps, options, **kwargs)
+
+
+def _stream_plain(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    prompt: list[int],
+    stream: mx.Stream | mx.ThreadLocalStream,
+    options: TextOptions,
+    **kwargs: Any,
+) -> Iterator[GenerationResponse]:
+    """Convert the responses of mlx-lm's ``stream_generate``."""
     kwargs |= {"sampler": for_one_text(options.sampler), "logits_processors": options.logits_processors}
     if (ranks := getattr(model, "ranks", None)) is not None:  # all sample the same tokens
         with mx.stream(stream):
             mx.random.seed(ranks.broadcast(thread_seed()))
     try:
         detokenizer = make_detokenizer(tokenizer)
-        for r in plain_stream_generate(model, tokenizer, ids, options.max_tokens, stream=stream, **kwargs):
+        for r in plain_stream_generate(model, tokenizer, prompt, options.max_tokens, stream=stream, **kwargs):
             if mx.isnan(r.logprobs.sum()):
                 raise NotANumberError
             yield GenerationResponse(**vars(r) | {"text": next_text(detokenizer, r.token, r.finish_reason)})
