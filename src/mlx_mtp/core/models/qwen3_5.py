@@ -41,15 +41,11 @@ class Recurrence(RecurrentLayer, stock.DecoderLayer):
     pass
 
 
-def is_recurrent(args: Any, i: int) -> bool:
-    return (i + 1) % args.full_attention_interval != 0
-
-
 FAMILY = Family(
     text_args=TextModelArgs,
     attention=Attention,
     recurrence=Recurrence,
-    is_recurrent=is_recurrent,
+    is_recurrent=lambda args, i: (i + 1) % args.full_attention_interval != 0,
     head_index=lambda args: args.full_attention_interval - 1,
     shifts_norms=True,
     convolution="conv1d.weight",

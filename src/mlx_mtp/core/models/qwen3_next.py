@@ -1,6 +1,6 @@
 """Qwen3-Next: mlx-lm's model with the MTP head and with layers that can roll back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +10,8 @@ from mlx_lm.models import qwen3_next as stock
 from ..layers.attention import GatedAttentionLayer
 from ..layers.mtp import has_head
 from ..layers.recurrence import RecurrentLayer
-from .family import Family
+from . import qwen3_5
 from .mixin import TokensOnly
-from .qwen3_5 import is_recurrent
 from .shard import shard_layers, shard_recurrent_layer
 
 
@@ -34,18 +33,7 @@ class Recurrence(RecurrentLayer, stock.Qwen3NextDecoderLayer):
         return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
 
 
-FAMILY = Family(
-    text_args=ModelArgs,
-    attention=Attention,
-    recurrence=Recurrence,
-    is_recurrent=is_recurrent,
-    head_index=lambda args: args.full_attention_interval - 1,
-    shifts_norms=True,
-    convolution="conv1d.weight",
-    drafter="qwen3_5_mtp",
-    needs_head=True,
-    repeats_heads=True,
-)
+FAMILY = replace(qwen3_5.FAMILY, text_args=ModelArgs, attention=Attention, recurrence=Recurrence)
 
 
 class Model(TokensOnly, stock.Model):
