@@ -153,7 +153,7 @@ def _record_head(config: Config, model: MTPModel | None, hf_path: str, commit: s
         if "mtp_num_hidden_layers" in (text_config := text_config_of(config)):
             text_config["mtp_num_hidden_layers"] = 0
         return
-    separate = config.get(EXTRA_TENSORS) is not None or config["model_type"] == "qwen3_next"
+    separate = config.get(EXTRA_TENSORS) is not None or model.family.separates_head
     origin = config.get("mlx_mtp") or {"source": hf_path, "revision": commit}
     output.describe_head(config, origin, model.mtp.pre_fc_norm_hidden.weight.dtype, head_bits(model.mtp), separate)
 
@@ -181,8 +181,6 @@ def write_model(folder: Path, model: nn.Module, config: Config, tower: dict[str,
     n_parameters = get_total_parameters(model) + sum(w.size for w in tower.values())
     n_bytes = sum(w.nbytes for w in weights.values()) + sum(n for _, n in tables.values())
     metadata = {"total_size": n_bytes, "total_parameters": n_parameters}
-    # mlx-lm's Qwen3-Next keeps tensors that it does not know when it loads a converted checkpoint, and then fails: its head
-    # goes into a separate file.
     separate = config.get(EXTRA_TENSORS) is not None
     shards = make_shards({n: w for n, w in weights.items() if not (separate and n in head)})
     # Now only the shards hold the tensors, so each tensor is freed once written.

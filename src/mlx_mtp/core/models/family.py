@@ -94,6 +94,8 @@ class Family:
         shifts_norms (bool): Whether Hugging Face's layout stores norms without the 1 that MLX's has.
         convolution (str, optional): The end of the name of a tensor that tells the layout: [C, 1, K] in Hugging Face's,
           [C, K, 1] in MLX's. Default: ``None``, both are the same.
+        separates_head (bool): Whether conversions have the head in a file of its own, since mlx-lm's model keeps tensors that
+          it does not know, and then fails.
         drafter (str, optional): The model type of a drafter, a folder with only a head, in mlx-vlm's layout.
         pack_of (str, optional): The model type whose packed weights, in float16, its models are. Heads and vision encoders of
           that type fit.
@@ -117,6 +119,7 @@ class Family:
     prepared: Callable[[Any, Weights], Weights] = lambda args, head: head
     shifts_norms: bool = False
     convolution: str | None = None
+    separates_head: bool = False
     drafter: str | None = None
     pack_of: str | None = None
     needs_head: bool = False

@@ -33,7 +33,7 @@ class Recurrence(RecurrentLayer, stock.Qwen3NextDecoderLayer):
         return mx.concatenate([t.reshape(B, T, -1) for t in (q, k, v)], axis=-1), z, a, b
 
 
-FAMILY = replace(qwen3_5.FAMILY, text_args=ModelArgs, attention=Attention, recurrence=Recurrence)
+FAMILY = replace(qwen3_5.FAMILY, text_args=ModelArgs, attention=Attention, recurrence=Recurrence, separates_head=True)
 
 
 class Model(TokensOnly, stock.Model):
