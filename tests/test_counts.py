@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from mlx_mtp import DraftCounts
 from tests.support.engine import Engine
 
 BODY = {"prompt": "import os\nimport sys\nimport re\n\nimport os\nimport sys\n", "max_tokens": 24}
@@ -29,6 +30,16 @@ def ask(engine, caplog, **body) -> tuple[dict, str, int, int]:
     answer = engine.client.post("/v1/completions", json=BODY | body).json()
     (line,) = [r.message for r in caplog.records if r.message.startswith('testclient - "POST')]
     return answer, line, *(counted(kind) - n for kind, n in zip(("drafted", "accepted"), before))
+
+
+def test_counts_are_read_while_a_source_drafts_for_the_first_time():
+    """In another thread, such as for the log of a request whose client has left."""
+    counts = DraftCounts()
+    counts.add(2, 1)
+    read = iter(counts.by_source.items())
+    counts.add(1, 1, "copies")
+    assert [*read] == [("head", ([1, 1], [1, 0]))]
+    assert (counts.n_drafted, counts.of("grammar"), [*counts.by_source]) == (3, ([], []), ["head", "copies"])
 
 
 @pytest.mark.parametrize("options", [{"copy_drafts": 8}, {"num_draft_tokens": 3}])

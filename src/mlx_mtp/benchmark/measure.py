@@ -253,8 +253,8 @@ def speed(generations: Sequence[Generation]) -> float:
 def sum_counts(counts: Iterable[DraftCounts]) -> DraftCounts:
     total = DraftCounts()
     for source, own in (item for c in counts for item in c.by_source.items()):
-        for sums, numbers in zip(total.of(source), own):
-            sums[:] = map(sum, zip_longest(sums, numbers, fillvalue=0))
+        both = zip(total.of(source), own)  # drafts, and accepted ones
+        total.by_source[source] = OfSource(*([*map(sum, zip_longest(*pair, fillvalue=0))] for pair in both))
     return total
 
 

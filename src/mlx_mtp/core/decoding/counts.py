@@ -17,7 +17,8 @@ class OfSource(NamedTuple):
 class DraftCounts:
     """The number of drafts made and accepted, by source and by position in the window.
 
-    Accepted are those that are tokens of the text: a window may go on behind its end.
+    Accepted are those that are tokens of the text: a window may go on behind its end. The dictionary is replaced, so that any
+    thread can read it.
     """
 
     by_source: dict[str, OfSource] = field(default_factory=dict)  # "head", or the name of a free source
@@ -27,10 +28,12 @@ class DraftCounts:
     seconds: float = 0.0  # the time of these steps
 
     def of(self, source: str) -> OfSource:
-        return self.by_source.setdefault(source, OfSource([], []))
+        return self.by_source.get(source, OfSource([], []))
 
     def add(self, n_drafted: int, n_accepted: int, source: str = HEAD) -> None:
         self.source, self.n_latest = source, n_accepted
+        if source not in self.by_source:
+            self.by_source = {**self.by_source, source: OfSource([], [])}
         for numbers, n in zip(self.of(source), (n_drafted, n_accepted)):
             numbers += [0] * (n_drafted - len(numbers))
             for i in range(n):
