@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from mlx_mtp.core.pacing.step_times import TYPICAL, StepTimes
 from mlx_mtp.errors import NotANumberError
 from tests.support.batches import AT_ONCE, run
 from tests.support.checkpoints import DATA, accepting, write_tiny
+from tests.support.commands import refused
 from tests.support.decoding import PROMPT, mtp, plain
 from tests.support.models import FLASH, GROUPED, deep_model, tiny_model, trace_anew
 from tests.support.profiles import LONG
@@ -143,6 +145,18 @@ def test_an_error_of_the_test_ends_no_load(cache_folder, monkeypatch, caplog, er
     assert "\n" not in record.message
     assert model.pace.times.estimate[0] == TYPICAL[0]
     assert mlx_mtp.generate(model, mlx_mtp.load(str(DATA / "dense"), lazy=True)[1], "def", max_tokens=4)
+
+
+def test_a_model_whose_weights_are_no_numbers_tells_nothing_of_the_device(cache_folder, untimed, caplog):
+    """The result would be kept for sound weights of the same kind."""
+    model = tiny_model("qwen3_5")
+    model.model.norm.weight = mx.full(model.model.norm.weight.shape, math.nan)
+    assert self_test.ensure_tested(model, "NAME") is None
+    assert "NAME could not be tested on this device: The model's output is not a number" in caplog.text
+    refused(
+        r"does not run in float16 \(its logits are not finite\)", self_test.ensure_tested, model, "NAME", must_pass=True
+    )
+    assert not self_test.ensure_tested(tiny_model("qwen3_5"), "NAME").wrong
 
 
 def test_what_is_wrong_is_off_and_told(cache_folder, untimed, monkeypatch, caplog):

@@ -31,6 +31,7 @@ from ...core.layers.passes import DevicePasses, pass_over
 from ...core.pacing import MAX_DRAFT_TOKENS, MAX_WINDOW
 from ...core.pacing.depth import Depth
 from ...core.pacing.step_times import Pace, Plan, StepTimes, on_lines
+from ...errors import NotANumberError
 from ...files import keep, kept
 from ...memory import TEST_TOKENS
 from ..hub import first_line
@@ -190,6 +191,8 @@ def ensure_tested(model: Any, name: str, must_pass: bool = False) -> SelfTest | 
             result = run(model)
         except Exception as e:  # MLX's, such as of memory, or of a kernel that this device does not have
             model.device = before
+            if must_pass and isinstance(e, NotANumberError):
+                raise Float16Error(name, "its logits are not finite") from e
             log.warning(f"[WARNING] The passes of {name} could not be tested on this device: {first_line(e)}")
             return None
         # Otherwise kernels were compiled while steps were timed: the next load has times.
@@ -254,6 +257,8 @@ def _test_passes(model: Any, result: SelfTest) -> None:
         rows.keep([1])
         mx.eval(each[-1], rows.states)
     alone = mx.concatenate(each, axis=1)  # plain decoding's logits, [1, 17, V]
+    if not mx.isfinite(alone).all():
+        raise NotANumberError  # by the weights of this model: the result would be kept for others of its kind
 
     def logits(n: int, compiler: Compiler | None = None) -> mx.array:
         rows.state = state
