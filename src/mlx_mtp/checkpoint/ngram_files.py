@@ -19,7 +19,7 @@ from ..errors import MTPError
 from .heads.originals import base_in_16_bits
 from .reader import CheckpointReader, Tensors, n_bytes
 
-# In raw checkpoints shard_7.weight, in conversions shards.7.weight and .scales
+# A part is shard_7.weight in raw checkpoints, and shards.7.weight and .scales in conversions.
 TABLE = r"layers\.(\d+)\.ple\.ple_embedding\.ngram_embedding\."
 TENSOR = re.compile(TABLE + r"(?:shards?[._](\d+)\.)?(weight|scales|biases)$")
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "U32": np.uint32, "U8": np.uint8}

@@ -185,7 +185,7 @@ def _stream_mtp(
     """Convert the steps of ``mtp_generate_step`` to responses, as mlx-lm's ``stream_generate``."""
     detokenizer = make_detokenizer(tokenizer)
     counts = DraftCounts()
-    # As a stop sequence, so that the steps end with it: no tokens after it are to be removed from the prompt cache.
+    # The ends of text are stop sequences, so that the steps end there, and the prompt cache has no tokens behind.
     options = replace(options, stop_sequences=StopSequences([[token] for token in tokenizer.eos_token_ids]))
     steps = make_steps(prompt, model, stream, options=options, counts=counts, **kwargs)
 
@@ -299,7 +299,7 @@ def stored_steps(
     if model.ranks is not None:
         raise MTPError("A prompt store serves one process: omit prompt_store on several machines.")
     key = tokens[:] if image_prompt is None else image_prompt.key[:]
-    # Of the whole text, since its parts are read one by one.
+    # The quantization is that of the whole text, since its parts are read one by one.
     kv = KVOptions(**{name: options[name] for name in KV_NAMES if name in options}).of_text(0, len(tokens))
     options |= vars(kv)
     entries, n, handle = store.fetch(key[:-1], kv)

@@ -91,7 +91,7 @@ class Format:
         ended = rf"{self.proper}\s*"
         call = rf"{function or begin}[^\s<>]+{_loose(named)}\s*"
         self.next_tags, self.last_tags = f"{ended}{parameter}", f"{ended}{_loose(end)}"
-        # As the template writes them
+        # The same tags, as the template writes them
         self.exact = {self.next_tags: f"{valued}{parameter}", self.last_tags: f"{valued}{end}"}
         # A call that a text quotes: its beginning and end
         self.quoted = rf"{call}{parameter}[^\n<>]+{_loose(keyed)}"

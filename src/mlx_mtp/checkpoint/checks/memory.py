@@ -109,7 +109,7 @@ def _types(backbone: Tensors, dtype: str) -> tuple[Sequence[str], int]:
 
 
 def _with_text(needs: Needs, sizes: Sizes, context: int) -> Needs:
-    """With a text, or with the test of the device if that takes more."""
+    """The needs with a text, or with the test of the device if that takes more."""
     caches = sizes.caches(context)
     return needs._replace(caches=caches, chunk=max(sizes.chunk(min(CHUNK, context), context), sizes.of_test - caches))
 

@@ -63,11 +63,11 @@ class SelfTest:
     compiled: float = 0.0  # between logits of compiled passes and others
     grouped: float = 0.0  # between those of a window with attention in groups and of plain decoding
     rolled_back: float = 0.0  # between those after a rollback and of plain decoding
-    # Between those of windows, by their tokens, and of plain decoding
+    # Differences between the logits of windows, by their tokens, and those of plain decoding
     windows: dict[str, float] = field(default_factory=dict)
-    # Of attention alone, by the bits of keys and values that the model can have, and by the number of queries
+    # Differences of attention alone, by the bits of keys and values that the model can have, and by the number of queries
     attention: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Of the output and the state of a recurrence, and the seconds, by the kernel and the number of tokens
+    # Differences of the output and the state of a recurrence, and its seconds, by the kernel and the number of tokens
     recurrence: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     head_copies: int = 0  # copies of the head's keys and values that further drafts in one graph make
     seconds: list[float] = field(default_factory=list)  # of a step at ``DRAFT_LENGTHS``; none without the head

@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 
 class TokenMatch:
-    """For any sampler: accept a draft if it is the sampler's choice at the position.
+    """Accept a draft if it is the choice of the text's sampler, which may be any, at the position.
 
     Equal to no other, since an error of a text's own sampler ends this text alone.
     """
@@ -124,7 +124,7 @@ class Coupled:
         return Verdict(tokens, tokens[:, :-1] == drafts)
 
     def _words(self, texts: list[Drafted], n: int) -> mx.array:
-        """Of n positions of each text, [G * n, 3]."""
+        """The ``noise_words`` of n positions of each text, [G * n, 3]."""
         positions = [(text.acceptance, text.position + t) for text in texts for t in range(n)]
         return mx.array([noise_words(a.seed, a.start + i) for a, i in positions if isinstance(a, Coupled)], mx.uint32)
 

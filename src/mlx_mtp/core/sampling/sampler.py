@@ -210,7 +210,7 @@ class Sampler(Sampling):
         if k > 0 and self.xtc_probability == 0 and (self.min_p == 0 or self.min_tokens_to_keep == 1):
             ids, x = largest(logits, k)
             if has_top_p:
-                whole = x if are_drafts else logits  # of the mass of all tokens; of drafts, of these
+                whole = x if are_drafts else logits  # top-p is a share of the mass of all tokens, and for drafts of these
                 x = x.astype(mx.float32) - mx.logsumexp(whole.astype(mx.float32), axis=-1, keepdims=True)
                 top_p = self.top_p / mx.exp(x).sum(axis=-1, keepdims=True)
         elif are_drafts:
@@ -281,7 +281,7 @@ class TextSampler:
 
 
 def for_one_text(sampler: AnySampler | None) -> AnySampler | None:
-    """With a seed, a ``TextSampler`` at the text's first position. An MTPError if it has begun."""
+    """The sampler of one text; with a seed, a ``TextSampler`` at its first position. Raises an MTPError if that has begun."""
     if isinstance(sampler, SeededSampler):
         return sampler.at(0)
     if isinstance(sampler, TextSampler):
