@@ -210,7 +210,8 @@ class Sampler(Sampling):
         if k > 0 and self.xtc_probability == 0 and (self.min_p == 0 or self.min_tokens_to_keep == 1):
             ids, x = largest(logits, k)
             if has_top_p:
-                whole = x if are_drafts else logits  # top-p is a share of the mass of all tokens, and for drafts of these
+                # Top-p is a share of the mass of all tokens, and for drafts of these.
+                whole = x if are_drafts else logits
                 x = x.astype(mx.float32) - mx.logsumexp(whole.astype(mx.float32), axis=-1, keepdims=True)
                 top_p = self.top_p / mx.exp(x).sum(axis=-1, keepdims=True)
         elif are_drafts:
