@@ -1,13 +1,14 @@
 """Responses that the server stores: later requests refer to them and to their items, until there is no room for them."""
 
 import json
+import re
 
 import openai
 import pytest
 
 from mlx_mtp.server.api import stored
 from mlx_mtp.server.api.stored import StoredResponses
-from mlx_mtp.server.request import ApiError, Delta
+from mlx_mtp.server.request import STARTED, ApiError, Delta
 from mlx_mtp.text.tool_calls import Text
 from tests.support.prompts import STRICT
 from tests.support.requests import RESPONSES, client_of, tools_of
@@ -133,14 +134,18 @@ def test_a_server_without_memory_says_so():
     assert (memory.stored, memory.nbytes) == ({}, 0)
 
 
-def test_an_answer_whose_client_has_gone_is_not_stored():
+def test_an_answer_whose_client_has_gone_is_stored_as_cancelled():
+    """The client has its id, and what it has shown may be referred to."""
+
     async def stop(request):
-        yield Delta([Text("a")], 1, request.args.chat_template_kwargs.get("reason"))
+        yield STARTED
+        yield Delta([Text("a")], 1, None)
 
     client = client_of(stop)
-    for reason, status in ((None, 404), ("stop", 200)):
-        body = {"input": "a", "chat_template_kwargs": {"reason": reason}}
-        assert client.get(f"{RESPONSES}/{client.post(RESPONSES, json=body).json()['id']}").status_code == status
+    id = re.findall("resp_[0-9a-f]+", client.post(RESPONSES, json={"input": "q", "stream": True}).text)[0]
+    response = client.get(f"{RESPONSES}/{id}").json()
+    (item,) = response["output"]
+    assert (response["status"], item["status"], item["content"][0]["text"]) == ("cancelled", "incomplete", "a")
 
 
 # Room

@@ -22,6 +22,8 @@ from .history import History, arguments_of, full_name
 from .stored import RESPONSE
 
 TOOLS = TypeAdapter(Many[Tool])
+CANCELLED = "cancelled"  # why an answer ends whose client has gone: it is stored, and the client may refer to it
+CUT = {"length": "incomplete", CANCELLED: CANCELLED}  # the status of a response by such reasons
 SHOWN = ("instructions", "model", "parallel_tool_calls", "temperature", "tool_choice", "top_p")  # as they were sent
 
 
@@ -102,7 +104,7 @@ class ResponsesWriter(Writer):
         return self._event("output_item.added", output_index=len(self.blocks) - 1, item=item)
 
     def closed(self, item: Json) -> bytes:
-        item["status"] = "incomplete" if self.finish_reason == "length" else "completed"
+        item["status"] = "incomplete" if self.finish_reason in CUT else "completed"
         if item["type"] == "function_call":
             done = self._item_event("function_call_arguments.done", arguments=self.written, name=item["name"])
         elif item["type"] == "custom_tool_call":
@@ -140,6 +142,7 @@ class ResponsesWriter(Writer):
         return told
 
     def end(self, usage: Usage) -> bytes:
+        self.finish_reason = self.finish_reason or CANCELLED
         closed = self.close()
         response = self.message(usage)
         return closed + self._event(response["status"], response=response)
@@ -151,7 +154,7 @@ class ResponsesWriter(Writer):
 
     def message(self, usage: Usage | None, status: str | None = None) -> Json:
         body = self.body
-        status = status or ("incomplete" if self.finish_reason == "length" else "completed")
+        status = status or CUT.get(str(self.finish_reason), "completed")
         counts = usage and {
             "input_tokens": usage.n_prompt,
             "input_tokens_details": {"cached_tokens": usage.n_cached},
@@ -179,7 +182,7 @@ class ResponsesWriter(Writer):
             "usage": counts,
             "metadata": body.metadata or {},
         }
-        if usage is not None and self.finish_reason is not None:  # not one whose client has gone
+        if usage is not None:
             self.keep(self.body._items, response)
         return response
 
