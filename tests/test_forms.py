@@ -117,6 +117,7 @@ def test_refuses_by_name():
     for body, message in (
         (dict(response_format="json"), "response_format must be text, json_object or json_schema with a schema"),
         (dict(response_format={"type": "json_object"}, guided_regex="a"), "response_format cannot be combined with"),
+        (dict(tools=[{"type": "custom", "custom": {}}]), r"tools\[0\]: custom without a function is not supported"),
         (dict(tool_choice="required"), "requires a call, but the request has no tools"),
         (dict(tool_choice={"type": "function", "function": {"name": "rm"}}, tools=PICKS), "there is no tool 'rm'"),
         *(

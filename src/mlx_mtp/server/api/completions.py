@@ -20,7 +20,7 @@ from ..request import LOADING, ApiError, Delta, Request, StructuredOutput
 from ..structured_output import from_fields, from_response_format
 from . import common
 from .common import WHOLE, Body, Call, Item, Limit, Many, Natural, Short, Usage, Writer, event
-from .history import READ, History
+from .history import READ, History, error_at
 
 DONE = b"data: [DONE]\n\n"
 MAX_CHOICES = 8  # answers to a prompt
@@ -252,10 +252,6 @@ class OpenAIBody(Body):
         return [*outputs, from_response_format(self.response_format, "response_format")]
 
 
-class ChatTool(Call):
-    function: Json
-
-
 class ChatMessage(Item):
     role: str
 
@@ -264,7 +260,7 @@ class ChatBody(OpenAIBody):
     NEEDED: ClassVar = "messages"
     writer: ClassVar = ChatWriter
     messages: Annotated[Many[ChatMessage], Field(min_length=1)]
-    tools: Many[ChatTool] | None = None
+    tools: Many[Call] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     # As in mlx-lm: the prefix of a role, for prompts without a chat template.
@@ -283,6 +279,11 @@ class ChatBody(OpenAIBody):
         return request
 
     def conversation(self, content: Json) -> tuple[History, list[Json]]:
+        for i, tool in enumerate(self.tools or []):
+            if tool.function is None:
+                kind = str(tool.type)[:50]
+                fix = "send a function with its parameters"
+                raise error_at("tools", f"tools[{i}]: {kind} without a function is not supported: {fix}.")
         history = History()
         for i, message in enumerate(content["messages"]):
             n = len(history.messages)
