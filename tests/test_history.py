@@ -424,7 +424,12 @@ def test_a_part_without_text_is_refused_in_the_question_only(prompts, path, part
     """In the history, a mark stands for it."""
     asked = {"role": "user", "content": [part]}
     field, mark = BODIES[path].NEEDED, f"[{'image' if part is URL else part['type']} left out]"
-    for history in ([asked], [user("q"), {"role": "assistant", "content": "a"}, asked, user("Well?")]):
+    told = {"role": "system", "content": [part]}
+    for history in (
+        [asked],
+        [told, user("q")],
+        [user("q"), {"role": "assistant", "content": "a"}, asked, user("Well?")],
+    ):
         with pytest.raises(ApiError, match=r"data URL") as e:
             read(path, **{field: history})
         assert (e.value.status, e.value.param) == (400, field)

@@ -1,7 +1,7 @@
 """One translation of the messages and items of all APIs to the messages of the chat template.
 
 Items that a template has no form for, such as search results, are rendered as text. A mark stands for what has none, such as a
-recording: it is refused in the question, the user's messages after the last answer.
+recording: it is refused in the question, the messages after the last answer.
 """
 
 import base64
@@ -122,7 +122,7 @@ class History:
             errors = message.pop("errors", [])
             images = message.pop("images", [])
             asker = message["role"] if i > answered else ""
-            if asker in ("user", "tool") and errors:
+            if asker and errors:
                 raise errors[0]
             urls += images
             askers += [asker] * len(images)
