@@ -316,6 +316,13 @@ def test_tags_in_a_value(format, value):
             assert calls_of(rendered("", calls, format=format), format=format)[1] == calls
 
 
+@every_format
+@pytest.mark.parametrize("end", ["</", "</arg", "</parameter x"])
+def test_a_list_whose_last_text_ends_as_a_tag_begins(format, end):
+    call, schemas = ("f", {"list": [f"a{end}"], "n": 1}), {"f": {"properties": {"list": ARRAY, "n": INTEGER}}}
+    assert calls_of(render(*call, format=format), schemas=schemas, format=format) == ("", [call])
+
+
 @pytest.mark.parametrize("value", ["p", "", "\r\n", "\ra", "a\r\n</parameter>\r\nb"])
 @pytest.mark.parametrize(("first", "last"), [("\r\n", "\r\n"), ("\n", "\r\n"), ("\r\n", "\n"), ("\r\n", "")])
 def test_one_line_end_of_either_kind_on_each_side_is_layout(value, first, last):

@@ -133,8 +133,10 @@ class _Value:
         written = self.write("")
         if self.is_string:
             return f'{written}"'
-        text = self.text if "string" in self.types else bare_value(self.text, self.key, self.format)
-        return written + to_json(text, self.types)
+        value = to_json(self.text, self.types)
+        if value.startswith('"') and "string" not in self.types:  # it may have tags around it
+            value = to_json(bare_value(self.text, self.key, self.format), self.types)
+        return written + value
 
 
 class ToolCallParser(_Buffer):
