@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mlx_mtp
-from mlx_mtp import DEMO, make_prompt_cache
+from mlx_mtp import DEMO, MTPError, make_prompt_cache
 from mlx_mtp.checkpoint import load as load_module
 from mlx_mtp.checkpoint.heads import acceptance
 from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
@@ -123,6 +123,14 @@ def test_the_head_alone_is_fetched_from_the_original_and_grafted(folder, hub, tm
 def test_copies_that_differ_are_refused(folder, name):
     edit(folder, lambda weights: weights.update({HEAD + name: weights[HEAD + name] + 1e-3}))
     refused(f"has its own {HEAD}{name}, other than the model's", mlx_mtp.load, str(folder))
+
+
+@pytest.mark.parametrize("folder", [LATENT], indirect=True)
+@pytest.mark.parametrize("added", [{"weight": mx.zeros((7, 31))}, {"scales": mx.zeros((2, 1))}])
+def test_latent_weights_that_cannot_be_divided_are_refused(folder, added):
+    """Of another shape, and quantized without biases."""
+    edit(folder, lambda weights: weights.update({f"{HEAD}self_attn.kv_b_proj.{part}": w for part, w in added.items()}))
+    refused("does not fit this model: its kv_b_proj", mlx_mtp.load, str(folder), error=MTPError)
 
 
 def test_a_checkpoint_without_a_head_loads_as_in_mlx_lm(folder, tmp_path, hub, caplog):

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import glm4_moe_lite as stock
 
+from ...errors import MTPError
 from ..layers.attention import Arrays, AttentionHeads, AttentionLayer, attend, split_heads
 from ..layers.passes import Pass, current_pass
 from ..pacing import MAX_WINDOW
@@ -95,7 +96,11 @@ def with_parts(args: ModelArgs, head: Weights) -> Weights:
     others = {name: w for name, w in head.items() if name not in attention}
     args = copy(args)
     args.num_hidden_layers = 1
-    converted = stock.Model.sanitize(SimpleNamespace(args=args), {f"model.{name}": w for name, w in attention.items()})
+    named = {f"model.{name}": w for name, w in attention.items()}
+    try:
+        converted = stock.Model.sanitize(SimpleNamespace(args=args), named)
+    except (KeyError, ValueError) as e:  # mlx-lm's, of shapes, and of quantized weights without biases
+        raise MTPError(f"The MTP head does not fit this model: its kv_b_proj cannot be divided ({e}).") from e
     return others | {name.removeprefix("model."): w for name, w in converted.items()}
 
 
