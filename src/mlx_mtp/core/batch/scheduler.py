@@ -168,8 +168,8 @@ class Scheduler:
     def growing(self) -> list[tuple[int, KVOptions]]:
         """The number of tokens in the caches of each sequence that the next step may extend, and its quantization."""
         waiting = islice(self.prompts, self._n_free)
-        texts = [*zip(self.decoder.sequences, self.decoder.cache.n_tokens), *((s, s.cache.n_tokens) for s in waiting)]
-        return [(n, s.kv) for s, n in texts]
+        running = zip(self.decoder.cache.n_tokens, self.decoder.sequences)
+        return [(n, s.kv) for n, s in (*running, *((s.cache.n_tokens, s) for s in waiting))]
 
     @property
     def _n_free(self) -> int:

@@ -5,6 +5,7 @@ and its states. An attention layer is two, before and after its cache and attent
 step. A pass that is not compiled, and has neither drafts nor groups of queries, runs mlx-lm's own layer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -19,25 +20,17 @@ class Layer:
     mlp: Any
     input_layernorm: Any
     post_attention_layernorm: Any
+    # Each kind makes an empty cache, and tells whether a cache is one of this layer, undamaged.
+    make_cache: Callable[[], Any]
+    fits: Callable[[Any], bool]
+    # It tells whether a pass, with this cache and mask, needs ``run`` in place of mlx-lm's layer.
+    is_ours: Callable[[Any, Any, Pass], bool]
+    # It runs the layer over x [B, T, H], with this mask and cache, and updates the cache.
+    run: Callable[[mx.array, Any, Any, Pass], mx.array]
 
     @property
     def dtype(self) -> mx.Dtype:
         return self.input_layernorm.weight.dtype
-
-    def make_cache(self) -> Any:
-        raise NotImplementedError
-
-    def fits(self, cache: Any) -> bool:
-        """Whether a cache is one of this layer, undamaged."""
-        raise NotImplementedError
-
-    def is_ours(self, cache: Any, mask: Any, pass_: Pass) -> bool:
-        """Whether a pass needs ``run`` in place of mlx-lm's layer."""
-        raise NotImplementedError
-
-    def run(self, x: mx.array, mask: mx.array | str | None, cache: Any, pass_: Pass) -> mx.array:
-        """Run the layer over x, [B, T, H], and update its cache."""
-        raise NotImplementedError
 
     def enter(self, x: mx.array) -> tuple[mx.array, ...]:
         """The input of the layer's first part, [B, T, H], and what ``join`` takes, given the layer's input x."""
