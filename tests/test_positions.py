@@ -265,8 +265,10 @@ def test_what_no_text_has_is_refused():
         (tokens, p.options | dict(images=[ImageSpan(2, 2, 2), ImageSpan(4, 1, 1)]), "before that at token 2 has ended"),
         (tokens, p.options | dict(images=[ImageSpan(2, 0, 2)]), "0 x 2 tokens"),
         (tokens, p.options | dict(images=[ImageSpan(-1, 1, 1)]), "from token -1"),
+        (tokens, p.options | dict(images=[ImageSpan(0, 2**16, 2**15)]), "65536 x 32768 tokens"),
         (tokens, dict(images=p.images), "give input_embeddings"),
         (tokens, dict(images=p.images, input_embeddings=p.embeddings[:3]), "their sequence length"),
+        ([], dict(input_embeddings=p.embeddings[:0]), "Either input_embeddings or prompt"),
         ([1, 2], dict(prompt_cache=inside), "is not prefilled yet"),  # text may not go on inside an image
         ([1], dict(prompt_cache=damaged), "Entry 5 of the prompt cache is damaged"),
     ]:

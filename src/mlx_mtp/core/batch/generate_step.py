@@ -92,7 +92,7 @@ def mtp_generate_step(
         raise MTPError("max_kv_size is not supported: the caches of this model do not rotate.")
     if input_embeddings is not None:
         check_embeddings(mtp_model, len(ids), input_embeddings)
-    elif not ids:
+    if not ids and (input_embeddings is None or len(input_embeddings) == 0):
         raise MTPError("Either input_embeddings or prompt (or both) must be provided.")
     options = options.resolve(mtp_model.draft_settings.tuned, has_head(model))
     cache = open_prompt_cache(model, prompt_cache)

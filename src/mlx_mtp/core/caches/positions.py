@@ -21,6 +21,8 @@ import numpy as np
 
 from ...errors import MTPError
 
+MAX_TOKENS = 2**31 - 1  # of a text with images, whose spans are kept in int32
+
 
 class ImageSpan(NamedTuple):
     """An image in a text, whose tokens are a grid."""
@@ -40,9 +42,9 @@ class ImageSpan(NamedTuple):
 
 
 def check_images(images: Sequence[ImageSpan]) -> None:
-    """Raise an MTPError if images are empty, overlap, or are not in order."""
+    """Raise an MTPError if images are empty, overlap, or are not in order, or their ends are beyond ``MAX_TOKENS``."""
     for image in images:
-        if image.start < 0 or image.rows < 1 or image.columns < 1:
+        if image.start < 0 or image.rows < 1 or image.columns < 1 or image.end > MAX_TOKENS:
             raise MTPError(f"An image cannot have {image.rows} x {image.columns} tokens from token {image.start} on.")
     for a, b in pairwise(images):
         if a.end > b.start:
