@@ -25,6 +25,7 @@ from mlx_mtp import make_grammar, make_sampler, mtp_generate_step
 from mlx_mtp.core.sampling.acceptance import Drafted, RejectionSampling, n_leading, residual
 from mlx_mtp.core.sampling.processors import keeps_state
 from mlx_mtp.core.sampling.sampler import BLOCK, Support, draw
+from mlx_mtp.errors import MTPError
 from mlx_mtp.server.engine.admission import _allow_no_end, make_budget, make_penalties
 from tests.support.batches import Fault, failing_sampler
 from tests.support.decoding import assert_goes_on, plain
@@ -351,16 +352,19 @@ def test_sampler_that_raises_ends_its_own_text(way):
         assert_goes_on(model, text.last.prompt_cache, text.last.all_tokens)
 
 
-def test_logits_of_another_shape_end_their_own_text():
-    """Those of a draft come first; the texts beside it are asserted to go on."""
+@every_way
+@pytest.mark.parametrize("width", [7, 41])
+def test_logits_of_another_shape_end_their_own_text(way, width):
+    """Those of a draft come first, and the drafts of a source are those of the model's tokens."""
 
     def process(tokens, logits):
-        return mx.concatenate([logits, logits]) if tokens.size >= len(PROMPT) + 2 else logits
+        return mx.zeros((1, width)) if tokens.size >= len(PROMPT) + 2 else logits
 
-    options = dict(logits_processors=[process], num_draft_tokens=3, max_tokens=12)
-    text = generate("batch of three", PROMPT, model_of("qwen3_5"), fails=ValueError, **options)
-    assert text.finish_reason == "error"
-    assert len(text.tokens) <= 2
+    options = dict(logits_processors=[process], num_draft_tokens=3, copy_drafts=8, max_tokens=12)
+    for sampler in (None, make_sampler(1.0)):
+        text = generate(way, PROMPT, model_of("qwen3_5"), fails=MTPError, sampler=sampler, **options)
+        assert (text.finish_reason, len(text.tokens)) == ("error", 2)
+        assert str(text.last.error) == f"A logits processor returned an array of the shape (1, {width}), not (1, 32)."
 
 
 def test_a_processor_that_fails_for_a_draft_alone_leaves_the_law():

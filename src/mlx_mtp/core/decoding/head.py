@@ -192,12 +192,12 @@ class HeadDrafter:
                 try:
                     with restoring_random_state():
                         chosen, proposal, processed = _draft(sequences, members, of_members(logits, members), drafts)
-                        tokens = with_rows(tokens, members, chosen)
                 except Exception:  # The sampler or processor is called again for the target model's choice.
                     for b in members:
                         counts[b] = min(counts[b], i)
                     continue
                 of_group.append(proposal)
+                tokens = with_rows(tokens, members, chosen)
                 if max(p_min) > 0:
                     highest = with_rows(highest, members, mx.exp(normalized(processed)[0].max(axis=-1, keepdims=True)))
             drafts.append(tokens)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from ...errors import MTPError
 from ..caches.positions import ImageSpan
 from ..caches.prompt_cache import PromptCache
 from ..caches.rows import KVOptions
@@ -199,10 +200,13 @@ class TextSequence:
     def process(self, logits: mx.array, drafts: mx.array) -> mx.array:
         """Apply the logits processors to logits [1, V] of the position after drafts [t]."""
         assert self.context is not None
+        shape = logits.shape
         tokens = mx.concatenate([self.context, drafts])
         if tokens.size > 0:  # mlx-lm has none either where the prompt was given as embeddings.
             for processor in self.task.options.logits_processors or ():
                 logits = processor(tokens, logits)
+        if (found := getattr(logits, "shape", None)) != shape:  # drafts would be read and written beyond their end
+            raise MTPError(f"A logits processor returned an array of the shape {found}, not {shape}.")
         return logits
 
     def commit(self, tokens: mx.array, b: int, n: int) -> None:
