@@ -93,8 +93,8 @@ class RejectionSampling:
         is_draft, is_copy = mx.arange(T) < n, mx.arange(T) < n_copies  # [G, T]
         x = mx.pad(drafts, [(0, 0), (0, 1)]).flatten()  # and the following by position, [G * T, ...]
         # The probabilities of all tokens as drafts of each position that has a draft, else 0, [G * T, V].
-        are = is_draft & ~is_copy
-        of_each = [s._replace(p=s.p * are[:, i, None]).of_all(V) for i, (s, _) in enumerate(proposals)]
+        is_sampled = is_draft & ~is_copy
+        of_each = [s._replace(p=s.p * is_sampled[:, i, None]).of_all(V) for i, (s, _) in enumerate(proposals)]
         q = mx.stack([*of_each, *[mx.zeros((G, V))] * (T - len(of_each))], axis=1).reshape(-1, V)
         q = q.at[mx.arange(G * T), x].add(is_copy.flatten())
         rest = residual(support.p, q if support.ids is None else mx.take_along_axis(q, support.ids, axis=-1))
