@@ -19,7 +19,7 @@ from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.prompts import built_in_tokens
-from tests.support.checkpoints import accepting, config_of, converted, edit, tensors
+from tests.support.checkpoints import accepting, config_of, converted, edit, parameters, tensors, write
 from tests.support.commands import refused, report
 from tests.support.decoding import PROMPT, difference, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES
@@ -27,6 +27,10 @@ from tests.support.models import DATA, GLM, LATENT, TRAINED, arrays_equal, load_
 
 TOLERANCE = {GLM: 1e-4, LATENT: 5e-4}  # of logits; the Lite model's own order of operations is another
 HEAD = "model.layers.4."
+IN_MLX_VLM = (
+    ("pre_fc_norm_embedding.", "model.enorm."), ("pre_fc_norm_hidden.", "model.hnorm."), ("fc.", "model.eh_proj."),
+    ("norm.", "model.shared_head_norm."), ("layers.0.", "model.mtp_block."),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[GLM, LATENT])
@@ -117,6 +121,20 @@ def test_the_head_alone_is_fetched_from_the_original_and_grafted(folder, hub, tm
     graft = converted(bare, tmp_path / "graft", graft_mtp_from=str(folder), skip_check=True)
     assert arrays_equal(model.mtp.parameters(), mlx_mtp.load(str(graft))[0].mtp.parameters())
     assert mlx_lm.load(str(graft))
+
+
+@pytest.mark.parametrize("folder", [LATENT], indirect=True)
+def test_a_drafter_of_mlx_vlm_is_a_head(folder, tmp_path):
+    """Its layer has a name of its own, and the copies have those of the model's tensors."""
+    want = parameters(mlx_mtp.load(str(folder))[0].mtp)
+    head = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), mx.zeros((8, 8)))
+    for name, w in want.items():
+        ours, theirs = next(pair for pair in IN_MLX_VLM if name.startswith(pair[0]))
+        head[theirs + name.removeprefix(ours)] = w
+    config = {"model_type": f"{LATENT}_mtp", "text_config": config_of(folder)}
+    drafter = write(tmp_path / "drafter", config, head)
+    model, _ = mlx_mtp.load(str(folder), mtp=str(drafter))
+    assert arrays_equal(parameters(model.mtp), want)
 
 
 @pytest.mark.parametrize("name", ["embed_tokens.weight", "shared_head.head.weight"])

@@ -5,8 +5,9 @@
              h_i ───────── hnorm ──┘
 
 These are the names in published checkpoints, for the same head as Qwen's: see ``core/layers/mtp.py``. They also have copies of
-the embedding and of the output layer. mlx-lm drops the layer, and loads a checkpoint that has it. The method is DeepSeek-V3's
-(arXiv:2412.19437, section 2.2), as in ``MtpLayer`` of transformers (5.24).
+the embedding and of the output layer. mlx-lm drops the layer, and loads a checkpoint that has it. In mlx-vlm's drafters (0.7)
+the layer is ``model.mtp_block``, and the copies have the names of the model's. The method is DeepSeek-V3's (arXiv:2412.19437,
+section 2.2), as in ``MtpLayer`` of transformers (5.24).
 """
 
 from types import SimpleNamespace
@@ -19,13 +20,14 @@ from .family import HeadNames
 from .mixin import TokensOnly
 
 NAMES = HeadNames(
-    prefix=r"(?:model\.)?layers\.<N>\.",
+    prefix=r"(?:(?:model\.)?layers\.<N>\.|model\.mtp_block\.|model\.(?=(?:enorm|hnorm|eh_proj|shared_head_norm)\.))",
     marker="eh_proj.weight",
     renamed=(
         ("enorm.", "pre_fc_norm_embedding."),
         ("hnorm.", "pre_fc_norm_hidden."),
         ("eh_proj.", "fc."),
         ("shared_head.norm.", "norm."),
+        ("shared_head_norm.", "norm."),
         ("shared_head.head.", "lm_head."),
         ("embed_tokens.", "embed_tokens."),
         ("", "layers.0."),
