@@ -157,7 +157,12 @@ def test_load_finds_the_tower_and_reads_it_when_asked(checkpoint, tmp_path):
 def test_damage_is_told_with_the_first_image_in_a_line(checkpoint):
     images = loaded(checkpoint).vision
     other_patches = "have patch_size 8, its vision encoder 4"
-    wrong = {"{": "are not usable", '{"size": 3}': "are not usable", '{"patch_size": 8}': other_patches}
+    wrong = {
+        "{": "are not usable",
+        '{"size": 3}': "are not usable",
+        '{"size": []}': "are not usable",
+        '{"patch_size": 8}': other_patches,
+    }
     for settings, message in wrong.items():
         (checkpoint / "preprocessor_config.json").write_text(settings)
         refused(f"image settings of .*model {message}", getattr, images, "processor")

@@ -296,7 +296,7 @@ class Vision:
         own["temporal_patch_size"] = args.temporal_patch_size
         try:
             processor = Processor(own | self._settings())
-        except (AttributeError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
+        except (AttributeError, LookupError, TypeError, ValueError) as e:  # an object in place of a number, or not JSON
             raise MTPError(f"The image settings of {self.folder} are not usable: {e}") from e
         for key, n in own.items():
             if getattr(processor, key) != n:
