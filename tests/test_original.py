@@ -216,7 +216,9 @@ def test_cards_that_name_each_other(hub, tmp_path, monkeypatch):
 def test_a_published_model_by_name_and_size(hub, tmp_path, monkeypatch):
     hub.publish("Qwen/Qwen3.5-0.8B", DENSE)
     folder = conversion(tmp_path / "someone--qwen3.5-0.8b-4bit")
-    assert "No model card, config or published model of this size names it." in error_of(folder)
+    message = "No model card, config or published model of this size names it."
+    assert f"found. It has no README.md here. {message}" in error_of(folder)
+    assert f"found. {message}" in error_of(card(shutil.copytree(folder, tmp_path / "named"), ""))
     text, model = config_of(folder)["text_config"], catalog.published()["qwen3.5-0.8b-4bit"]
     model = replace(model, layers=text["num_hidden_layers"], hidden_size=text["hidden_size"])
     monkeypatch.setitem(originals.originals_like.__globals__, "published", lambda: {model.name: model})

@@ -58,7 +58,8 @@ def find_original(part: "Part", checkpoint: CheckpointReader) -> tuple[Checkpoin
             return reader, part.fitting(reader, checkpoint)
         except MTPError as e:
             tried[original] = str(e)
-    reasons = " ".join(tried.values()) or "No model card, config or published model of this size names it."
+    lacks = "" if CARD in checkpoint.files else f"It has no {CARD} here. "  # which mlx-lm does not download
+    reasons = " ".join(tried.values()) or f"{lacks}No model card, config or published model of this size names it."
     raise MTPFileNotFoundError(f"{checkpoint.name} has no {part.name}, and its base model was not found. {reasons}")
 
 
