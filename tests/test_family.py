@@ -80,8 +80,7 @@ def test_texts_are_those_of_mlx_lm(loaded, folders):
     store = PromptStore(model, 1 << 30)
     read(model, PROMPT.tolist(), (4, 8), store)
     stored, n, _ = store.fetch(PROMPT.tolist()[:-1])
-    assert n == 8
-    assert mtp(PROMPT[n:], model, max_tokens=12, num_draft_tokens=3, prompt_cache=stored) == text[:12]
+    assert (n, mtp(PROMPT[n:], model, max_tokens=12, num_draft_tokens=3, prompt_cache=stored)) == (8, text[:12])
 
 
 def test_the_device_is_tested(loaded):
