@@ -19,7 +19,7 @@ from mlx_mtp.checkpoint.reader import CheckpointReader, n_bytes
 from mlx_mtp.convert.__main__ import inspect
 from mlx_mtp.core.layers.mtp import run_head
 from mlx_mtp.prompts import built_in_tokens
-from tests.support.checkpoints import accepting, config_of, converted, edit, parameters, tensors, write
+from tests.support.checkpoints import accepting, config_of, converted, drop, edit, parameters, tensors, write
 from tests.support.commands import refused, report
 from tests.support.decoding import PROMPT, difference, mtp, plain
 from tests.support.hub_stand_in import HEADER_BYTES
@@ -141,6 +141,14 @@ def test_a_drafter_of_mlx_vlm_is_a_head(folder, tmp_path):
 def test_copies_that_differ_are_refused(folder, name):
     edit(folder, lambda weights: weights.update({HEAD + name: weights[HEAD + name] + 1e-3}))
     refused(f"has its own {HEAD}{name}, other than the model's", mlx_mtp.load, str(folder))
+
+
+@pytest.mark.parametrize("name", ["eh_proj.weight", "mlp.experts.3.up_proj.weight", "self_attn.o_proj.weight"])
+def test_an_error_has_the_name_of_a_tensor_in_the_files(folder, name):
+    edit(folder, lambda weights: weights.update({HEAD + name: mx.zeros((2, 3))}))
+    refused(rf"does not fit this model: {HEAD}{name} is \[2, 3\], not", mlx_mtp.load, str(folder), error=MTPError)
+    drop(folder, lambda stored: stored == HEAD + name)
+    refused(rf"The MTP head lacks {HEAD}{name}\.", mlx_mtp.load, str(folder), error=MTPError)
 
 
 @pytest.mark.parametrize("folder", [LATENT], indirect=True)

@@ -32,11 +32,11 @@ def sanitize_head(model: Any, head: Mapping[str, mx.array], raw: bool) -> dict[s
     """
     parameters: Any = tree_flatten(model.mtp.parameters())
     expected: dict[str, Shape] = {name: p.shape for name, p in parameters}
-    weights = _with_stacked_experts(
-        model.family.names, model.family.prepared(model.text_args, _dequantized(head)), expected
-    )
+    names = head_names(model)
+    weights = _with_stacked_experts(names, model.family.prepared(model.text_args, _dequantized(head)), expected)
     # The shapes of quantized tensors depend on their bits, see ``check_quantized``.
-    _check(weights, {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()})
+    shapes = {n: None if n.removesuffix("weight") + "scales" in weights else s for n, s in expected.items()}
+    _check(names, weights, shapes)
     return weights | {name: w + 1.0 for name, w in norms_of(weights).items() if raw}
 
 
@@ -97,11 +97,11 @@ def _with_stacked_experts(
         if part != "weight" or (projection, "scales") in stored:
             shape = (*shape[:-1], None)
         if len(around) == 1:
-            _check(weights, {around[0]: shape})
+            _check(names, weights, {around[0]: shape})
             w = weights.pop(around[0])
         else:
             each = [str(e).join(around) for e in range(shape[0] or 0)]
-            _check(weights, dict.fromkeys(each, shape[1:]))
+            _check(names, weights, dict.fromkeys(each, shape[1:]))
             w = mx.stack([weights.pop(name) for name in each])
         if projection == "gate_up_proj":
             weights |= {f"{mlp}{p}.{part}": half for p, half in zip(gate_and_up, mx.split(w, 2, axis=-2))}
@@ -124,16 +124,16 @@ def _dequantized(head: Mapping[str, mx.array]) -> dict[str, mx.array]:
     return weights
 
 
-def _check(weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
-    """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any."""
+def _check(names: HeadNames, weights: Mapping[str, mx.array], expected: Mapping[str, Shape | None]) -> None:
+    """Raise an MTPError if tensors are missing or of the wrong shape; ``None`` for any. It has their names in checkpoints."""
     if missing := [name for name in expected if name not in weights]:
         more = f" and {len(missing) - 4} more tensors" if len(missing) > 4 else ""
-        raise MTPError(f"The MTP head lacks {', '.join('mtp.' + name for name in missing[:4])}{more}.")
+        raise MTPError(f"The MTP head lacks {', '.join(names.in_files(name, 'mtp.') for name in missing[:4])}{more}.")
     wrong = []
     for name, shape in expected.items():
         found = weights[name].shape
         if shape is not None and (len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found))):
-            wrong.append(f"mtp.{name} is {list(found)}, not {list(shape)}")
+            wrong.append(f"{names.in_files(name, 'mtp.')} is {list(found)}, not {list(shape)}")
     if wrong:
         raise MTPError(f"The MTP head does not fit this model: {'; '.join(wrong[:4])}.")
 
