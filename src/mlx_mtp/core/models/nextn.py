@@ -4,7 +4,7 @@
                                    ├── eh_proj ── decoder layer ── shared_head.norm ──> lm_head: a guess of t_{i+2}
              h_i ───────── hnorm ──┘
 
-These are the names in published checkpoints, for the same head as Qwen's: see ``core/layers/mtp.py``. They also have copies of
+These are the names in published checkpoints, for the same head as Qwen's: see ``core/layers/mtp.py``. Most also have copies of
 the embedding and of the output layer. mlx-lm drops the layer, and loads a checkpoint that has it. In mlx-vlm's drafters (0.7)
 the layer is ``model.mtp_block``, and the copies have the names of the model's. The method is DeepSeek-V3's (arXiv:2412.19437,
 section 2.2), as in ``MtpLayer`` of transformers (5.24).
