@@ -240,9 +240,11 @@ GLM_ADD = render("add", {"a": 1, "b": 2}, format=GLM)
         # A key comes once, and what has no schema is a string.
         (GLM_ADD.replace(">b<", ">a<"), "", [("add", {"a": "1</arg_value><arg_key>a</arg_key><arg_value>2"})]),
         (render("unknown", {"a": 5, "b": True}, format=GLM), "", [("unknown", {"a": "5", "b": "true"})]),
-        # JSON, with the name before it as well.
+        # JSON, with the name before it as well, and in the forms that mlx-lm's parser reads or the API has.
         *((f"I look. <tool_call>{x}</tool_call>", "I look. ", [("add", {"a": 1})]) for x in (
             '{"name": "add", "arguments": {"a": 1}}', 'add\n{"a": 1}', 'add {"a": 1}\n',
+            '{"function": "add", "arguments": {"a": 1}}', '{"tool": {"name": "add", "arguments": {"a": 1}}}',
+            '{"type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 1}"}}',
         )),
         ("<tool_call>now {}</tool_call>", "", [("now", {})]),
     ],

@@ -349,7 +349,8 @@ def _json_calls(text: str) -> list[tuple[str, str]]:
     value = parse_json(text)
     calls = []
     for call in value if isinstance(value, list) else [value]:
-        name = call["name"]
+        call = next((x for key in ("tool", "function") if isinstance(x := call.get(key), dict)), call)
+        name = call.get("name", call.get("function"))
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str) and arguments.strip():
             arguments = parse_json(arguments)
