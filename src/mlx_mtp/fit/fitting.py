@@ -111,9 +111,10 @@ def fit(
     loaded.fetched_head = head
     check_head_weights(loaded, model, adapter_path)
     texts = read_texts(tokenizer, how)
+    parts = split(texts, how)
     used = how.max_seq_length, how.answers, how.max_tokens, how.temp, how.seed
     open_work(work, [model, adapter_path, dtype, texts, *used])
-    parts = prepare(loaded, tokenizer, split(texts, how), how, work)
+    parts = prepare(loaded, tokenizer, parts, how, work)
 
     starts = [text.tokens[: text.n_prompt or len(text.tokens) // 2] for text in parts.test]
     say(f"Measuring the original head on {len(starts)} held-out texts")
