@@ -26,6 +26,8 @@ from scripts.shared import MODULES, SOURCES, script_parser
 from tests.support.decoding import text_alone
 from tests.support.server_process import Server, serve
 
+CACHE = "100MB"  # of the prompt cache, which is soon full
+
 
 def random_request(rng: random.Random, longest: int = 2000) -> dict:
     text = SOURCES[rng.choice(MODULES)]
@@ -116,7 +118,7 @@ def main() -> None:
     del model
 
     folder, n = Path(tempfile.mkdtemp()), args.restarts + 1
-    flags = ["--mtp", "--model", args.model]
+    flags = ["--mtp", "--model", args.model, "--prompt-cache-bytes", CACHE]
     if args.restarts:
         flags += ["--prompt-cache-dir", str(folder / "prompts")]
     wrong, leaks = 0, False
