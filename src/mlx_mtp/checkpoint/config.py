@@ -104,8 +104,8 @@ def ends_of_text(folder: Path, config: Config) -> set[int]:
     ends = _named_ends(config)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         with suppress(MTPError, OSError):  # missing or no JSON, which those report that need it
-            config = read_json(folder / name)
-            ends |= _named_ends(config) | _named_ends(config.get("text_config"))
+            stored = read_json(folder / name)
+            ends |= _named_ends(stored) | _named_ends(stored.get("text_config"))
     return ends
 
 
